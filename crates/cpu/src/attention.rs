@@ -9,7 +9,7 @@
 
 use std::borrow::Cow;
 
-use ferrospeed_tensor::backend::{AttentionSpec, HeadPlaces, Heads, HeadsOut};
+use ferrospeed_tensor::backend::{Attention, AttentionSpec, HeadPlaces, Heads, HeadsOut};
 use ferrospeed_tensor::dtype::Float;
 use ferrospeed_tensor::loops::simd::{LANES, max, sum_by, vectorized};
 use ferrospeed_tensor::loops::threads::Threads;
@@ -216,56 +216,123 @@ fn forward_block(
     });
 }
 
-/// One new token per sequence: appended to the caches at `place`, then an ordinary forward pass over what they hold.
-pub(super) fn step(
-    backend: &CpuBackend,
-    spec: &AttentionSpec<'_>,
-    [q, k, v]: [&Heads<'_>; 3],
-    [mut keys, mut values]: [HeadsOut<'_>; 2],
-    place: &Tensor,
-    out: HeadsOut<'_>,
-) -> Result<()> {
-    let place = read::<i64>(place)[0];
-    let Some(past) = usize::try_from(place).ok().filter(|&past| past < spec.keys) else {
-        let what = format!("token {place} does not fit a cache of {}", spec.keys);
-        return Err(TensorError::argument("attention_step", what));
-    };
-    for (new, cache) in [(k, &mut keys), (v, &mut values)] {
-        let places = cache.places;
-        for sequence in 0..spec.batch {
-            let source = new.offset + sequence * new.batch_stride;
-            let target = places.offset + sequence * places.batch_stride + past * places.token_stride;
-            let (from, to) = (new.head_stride, places.head_stride);
-            let out = cache.out.again();
-            layout::copy_blocks(new.tensor, source, from, out, target, to, spec.kv_heads, spec.dim);
-        }
+impl Attention for CpuBackend {
+    fn attends_over_blocks(&self) -> bool {
+        true
     }
-    let device = q.tensor.device();
-    let mut logsumexp = Tensor::empty([spec.batch, spec.heads, 1], DType::F32, device)?;
-    let spec = AttentionSpec { keys: past + 1, ..*spec };
-    let (keys, values) = (keys.into_heads(), values.into_heads());
-    forward(&backend.threads, &spec, [q, &keys, &values], &out, logsumexp.out()?)
-}
 
-pub(crate) fn backward(
-    threads: &Threads,
-    spec: &AttentionSpec<'_>,
-    inputs: [&Heads<'_>; 5],
-    logsumexp: &Tensor,
-    gradients: [HeadsOut<'_>; 3],
-) -> Result<()> {
-    let parts = Part::all(spec);
-    float_kernel!("attention_backward", inputs[0].tensor.dtype(), T => {
-        let lse = read::<f32>(logsumexp);
-        threads.run(parts.len() * spec.kv_heads, |task| {
-            let (part, kv_head) = (&parts[task / spec.kv_heads], task % spec.kv_heads);
-            #[cfg(target_arch = "x86_64")]
-            if on_amx(&part.spec, inputs[0]) {
-                return attention_amx::backward(part, kv_head, inputs, lse, &gradients);
+    fn attention(
+        &self,
+        spec: &AttentionSpec<'_>,
+        q: &Heads<'_>,
+        k: &Heads<'_>,
+        v: &Heads<'_>,
+        out: HeadsOut<'_>,
+        logsumexp: Out<'_>,
+    ) -> Result<()> {
+        forward(&self.threads, spec, [q, k, v], &out, logsumexp)
+    }
+
+    fn attention_backward(
+        &self,
+        spec: &AttentionSpec<'_>,
+        q: &Heads<'_>,
+        k: &Heads<'_>,
+        v: &Heads<'_>,
+        out: &Heads<'_>,
+        logsumexp: &Tensor,
+        dout: &Heads<'_>,
+        gradients: [HeadsOut<'_>; 3],
+    ) -> Result<()> {
+        let threads = &self.threads;
+        let inputs = [q, k, v, out, dout];
+        let parts = Part::all(spec);
+        float_kernel!("attention_backward", inputs[0].tensor.dtype(), T => {
+            let lse = read::<f32>(logsumexp);
+            threads.run(parts.len() * spec.kv_heads, |task| {
+                let (part, kv_head) = (&parts[task / spec.kv_heads], task % spec.kv_heads);
+                #[cfg(target_arch = "x86_64")]
+                if on_amx(&part.spec, inputs[0]) {
+                    return attention_amx::backward(part, kv_head, inputs, lse, &gradients);
+                }
+                backward_heads::<T>(part, kv_head, inputs, lse, &gradients);
+            });
+        })
+    }
+
+    /// One new token per sequence: appended to the caches at `place`, then an ordinary forward pass over what they hold.
+    fn attention_step(
+        &self,
+        spec: &AttentionSpec<'_>,
+        new: [&Heads<'_>; 3],
+        caches: [HeadsOut<'_>; 2],
+        place: &Tensor,
+        out: HeadsOut<'_>,
+    ) -> Result<()> {
+        let [q, k, v] = new;
+        let [mut keys, mut values] = caches;
+        let place = read::<i64>(place)[0];
+        let Some(past) = usize::try_from(place).ok().filter(|&past| past < spec.keys) else {
+            let what = format!("token {place} does not fit a cache of {}", spec.keys);
+            return Err(TensorError::argument("attention_step", what));
+        };
+        for (new, cache) in [(k, &mut keys), (v, &mut values)] {
+            let places = cache.places;
+            for sequence in 0..spec.batch {
+                let source = new.offset + sequence * new.batch_stride;
+                let target = places.offset + sequence * places.batch_stride + past * places.token_stride;
+                let (from, to) = (new.head_stride, places.head_stride);
+                let out = cache.out.again();
+                layout::copy_blocks(new.tensor, source, from, out, target, to, spec.kv_heads, spec.dim);
             }
-            backward_heads::<T>(part, kv_head, inputs, lse, &gradients);
-        });
-    })
+        }
+        let device = q.tensor.device();
+        let mut logsumexp = Tensor::empty([spec.batch, spec.heads, 1], DType::F32, device)?;
+        let spec = AttentionSpec { keys: past + 1, ..*spec };
+        let (keys, values) = (keys.into_heads(), values.into_heads());
+        forward(&self.threads, &spec, [q, &keys, &values], &out, logsumexp.out()?)
+    }
+
+    fn rotary(
+        &self,
+        heads: HeadsOut<'_>,
+        batch: usize,
+        tokens: usize,
+        head_count: usize,
+        cos: &Tensor,
+        sin: &Tensor,
+        interleaved: bool,
+        inverse: bool,
+    ) -> Result<()> {
+        let threads = &self.threads;
+        let heads = &heads;
+        let pairs = cos.shape().last();
+        let (cos, sin) = (read::<f32>(cos), read::<f32>(sin));
+        // One table for all sequences, or one per sequence.
+        let per_sequence = cos.len() > tokens * pairs;
+        let sign = if inverse { -1.0 } else { 1.0 };
+        let (out, heads) = (&heads.out, heads.places);
+        float_kernel!("rotary", out.dtype(), T => {
+            let target = Shared::<T>::of(out);
+            threads.run(batch * tokens, |index| vectorized!(|| {
+                let (b, token) = (index / tokens, index % tokens);
+                let row = if per_sequence { index } else { token };
+                let (cos, sin) = (&cos[row * pairs..(row + 1) * pairs], &sin[row * pairs..(row + 1) * pairs]);
+                for head in 0..head_count {
+                    let start = heads.offset + b * heads.batch_stride + token * heads.token_stride + head * heads.head_stride;
+                    // SAFETY: each (batch, token, head) is visited once.
+                    let x = unsafe { target.range(start..start + 2 * pairs) };
+                    for i in 0..pairs {
+                        let (first, second) = if interleaved { (2 * i, 2 * i + 1) } else { (i, i + pairs) };
+                        let (a, b) = (x[first].widen(), x[second].widen());
+                        let (c, s) = (cos[i], sign * sin[i]);
+                        x[first] = T::narrow(a * c - b * s);
+                        x[second] = T::narrow(b * c + a * s);
+                    }
+                }
+            }));
+        })
+    }
 }
 
 /// The gradients of one key head and of all query heads that share it.
@@ -403,43 +470,4 @@ fn backward_block(
         small(height, dim, width, &rows(dscore, width), &rows(&k_sd[span.clone()], dim), dq_td, scale, true);
         small(width, dim, height, &columns(dscore, width), &rows(q_td, dim), &mut dk_sd[span], scale, true);
     });
-}
-
-pub(crate) fn rotary(
-    threads: &Threads,
-    heads: &HeadsOut<'_>,
-    batch: usize,
-    tokens: usize,
-    head_count: usize,
-    cos: &Tensor,
-    sin: &Tensor,
-    interleaved: bool,
-    inverse: bool,
-) -> Result<()> {
-    let pairs = cos.shape().last();
-    let (cos, sin) = (read::<f32>(cos), read::<f32>(sin));
-    // One table for all sequences, or one per sequence.
-    let per_sequence = cos.len() > tokens * pairs;
-    let sign = if inverse { -1.0 } else { 1.0 };
-    let (out, heads) = (&heads.out, heads.places);
-    float_kernel!("rotary", out.dtype(), T => {
-        let target = Shared::<T>::of(out);
-        threads.run(batch * tokens, |index| vectorized!(|| {
-            let (b, token) = (index / tokens, index % tokens);
-            let row = if per_sequence { index } else { token };
-            let (cos, sin) = (&cos[row * pairs..(row + 1) * pairs], &sin[row * pairs..(row + 1) * pairs]);
-            for head in 0..head_count {
-                let start = heads.offset + b * heads.batch_stride + token * heads.token_stride + head * heads.head_stride;
-                // SAFETY: each (batch, token, head) is visited once.
-                let x = unsafe { target.range(start..start + 2 * pairs) };
-                for i in 0..pairs {
-                    let (first, second) = if interleaved { (2 * i, 2 * i + 1) } else { (i, i + pairs) };
-                    let (a, b) = (x[first].widen(), x[second].widen());
-                    let (c, s) = (cos[i], sign * sin[i]);
-                    x[first] = T::narrow(a * c - b * s);
-                    x[second] = T::narrow(b * c + a * s);
-                }
-            }
-        }));
-    })
 }

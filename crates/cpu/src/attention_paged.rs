@@ -4,15 +4,16 @@
 //! running maximum and sum per row, as in `attention.rs`. What a row's result is made of, and in which order, its own place
 //! alone decides: not the rows beside it, nor how a prompt was cut into passes.
 
+use ferrospeed_tensor::backend::PagedAttention;
 use ferrospeed_tensor::dtype::Float;
 use ferrospeed_tensor::loops::simd::{dot, map_and_sum, max, vectorized};
 use ferrospeed_tensor::loops::threads::Threads;
 use ferrospeed_tensor::pages::PagedSpec;
-use ferrospeed_tensor::{Out, PagedSequence, Result, Tensor};
+use ferrospeed_tensor::{DType, Out, PagedSequence, Result, Tensor};
 
 use crate::math::exp;
 use crate::parallel::Shared;
-use crate::{float_kernel, read, write};
+use crate::{CpuBackend, float_kernel, read, write};
 
 /// Rows of a task, at most.
 const ROWS: usize = 16;
@@ -137,5 +138,22 @@ fn attend<T: Float>(
         // SAFETY: each head of each row is written by one task.
         let out = unsafe { target.range(start_of(line)..start_of(line) + dim) };
         out.iter_mut().zip(row).for_each(|(out, value)| *out = T::narrow(value * inverse));
+    }
+}
+
+impl PagedAttention for CpuBackend {
+    fn reads_pages(&self, _dtype: DType, _dim: usize) -> bool {
+        true
+    }
+
+    fn attention_paged(
+        &self,
+        spec: &PagedSpec<'_>,
+        [q, k, v]: [&Tensor; 3],
+        mut caches: [Out<'_>; 2],
+        out: Out<'_>,
+    ) -> Result<()> {
+        spec.rows.append([k, v], caches.each_mut().map(Out::again))?;
+        forward(&self.threads, spec, q, caches.map(Out::into_tensor), out)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use ferrospeed_tensor::backend::{Binary, Comparison};
+use ferrospeed_tensor::backend::{Binary, Broadcasts, Comparison};
 use ferrospeed_tensor::dtype::{Element, Float};
 use ferrospeed_tensor::loops::simd::vectorized;
 use ferrospeed_tensor::loops::threads::Threads;
@@ -11,7 +11,7 @@ use half::{bf16, f16};
 
 use crate::parallel::{Shared, row_block};
 use crate::pointwise::map2;
-use crate::{float_kernel, read, write};
+use crate::{CpuBackend, float_kernel, read, write};
 
 /// Element strides of `from` seen as `to`: 0 along broadcast dimensions.
 fn broadcast_strides(from: &Shape, to: &Shape) -> Vec<usize> {
@@ -92,85 +92,89 @@ fn broadcast2<A: Element, B: Element, Y: Element>(
     });
 }
 
-pub(crate) fn binary(threads: &Threads, op: Binary, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
-    float_kernel!("binary", a.dtype(), T => {
-        macro_rules! apply { ($f:expr) => { broadcast2(threads, a, b, y, |a: T, b: T| { let f: fn(f32, f32) -> f32 = $f; T::narrow(f(a.widen(), b.widen())) }) }; }
-        match op {
-            Binary::Add => apply!(|a, b| a + b),
-            Binary::Sub => apply!(|a, b| a - b),
-            Binary::Mul => apply!(|a, b| a * b),
-            Binary::Div => apply!(|a, b| a / b),
-            Binary::Max => apply!(|a, b| if a > b { a } else { b }),
-            Binary::Min => apply!(|a, b| if a < b { a } else { b }),
-        }
-    })
-}
-
-pub(crate) fn compare(threads: &Threads, op: Comparison, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
-    pub(super) fn typed<T: Element + PartialOrd>(
-        threads: &Threads,
-        op: Comparison,
-        a: &Tensor,
-        b: &Tensor,
-        y: Out<'_>,
-    ) {
-        match op {
-            Comparison::Equal => broadcast2(threads, a, b, y, |a: T, b: T| u8::from(a == b)),
-            Comparison::Less => broadcast2(threads, a, b, y, |a: T, b: T| u8::from(a < b)),
-            Comparison::LessEqual => broadcast2(threads, a, b, y, |a: T, b: T| u8::from(a <= b)),
-        }
-    }
-    match a.dtype() {
-        DType::F32 => typed::<f32>(threads, op, a, b, y),
-        DType::BF16 => typed::<bf16>(threads, op, a, b, y),
-        DType::F16 => typed::<f16>(threads, op, a, b, y),
-        DType::I64 => typed::<i64>(threads, op, a, b, y),
-        DType::I32 => typed::<i32>(threads, op, a, b, y),
-        DType::U8 | DType::Bool => typed::<u8>(threads, op, a, b, y),
-    }
-    Ok(())
-}
-
-pub(crate) fn select(condition: &Tensor, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
-    let shape = y.shape();
-    let strides = [condition, a, b].map(|operand| broadcast_strides(operand.shape(), shape));
-    let [c_step, a_step, b_step] = [0, 1, 2].map(|i| last_stride(&strides[i]));
-    let width = shape.last();
-    float_kernel!("select", a.dtype(), T => {
-        let (c, left, right, output) = (read::<u8>(condition), read::<T>(a), read::<T>(b), write::<T>(y));
-        let all = [&strides[0][..], &strides[1], &strides[2]];
-        broadcast_rows(shape, 0..shape.rows(), all, |start, [c_start, a_start, b_start]| {
-            for i in 0..width {
-                output[start + i] =
-                    if c[c_start + i * c_step] != 0 { left[a_start + i * a_step] } else { right[b_start + i * b_step] };
+impl Broadcasts for CpuBackend {
+    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
+        let threads = &self.threads;
+        float_kernel!("binary", a.dtype(), T => {
+            macro_rules! apply { ($f:expr) => { broadcast2(threads, a, b, y, |a: T, b: T| { let f: fn(f32, f32) -> f32 = $f; T::narrow(f(a.widen(), b.widen())) }) }; }
+            match op {
+                Binary::Add => apply!(|a, b| a + b),
+                Binary::Sub => apply!(|a, b| a - b),
+                Binary::Mul => apply!(|a, b| a * b),
+                Binary::Div => apply!(|a, b| a / b),
+                Binary::Max => apply!(|a, b| if a > b { a } else { b }),
+                Binary::Min => apply!(|a, b| if a < b { a } else { b }),
             }
-        });
-    })
-}
+        })
+    }
 
-/// Sums `x` down to `y`'s shape, in row order, in f32.
-pub(crate) fn sum_to(x: &Tensor, y: Out<'_>) -> Result<()> {
-    let strides = broadcast_strides(y.shape(), x.shape());
-    let step = last_stride(&strides);
-    let width = x.shape().last();
-    float_kernel!("sum_to", x.dtype(), T => {
-        let (input, output) = (read::<T>(x), write::<T>(y));
-        let mut sums = vec![0.0f32; output.len()];
-        vectorized!(|| {
-            broadcast_rows(x.shape(), 0..x.shape().rows(), [&strides], |start, [y_start]| {
-                let input = &input[start..start + width];
-                if step == 0 {
-                    let mut sum = 0.0;
-                    input.iter().for_each(|value| sum += value.widen());
-                    sums[y_start] += sum;
-                } else {
-                    let sums = sums[y_start..y_start + width].iter_mut();
-                    sums.zip(input).for_each(|(sum, value)| *sum += value.widen());
+    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
+        let threads = &self.threads;
+        pub(super) fn typed<T: Element + PartialOrd>(
+            threads: &Threads,
+            op: Comparison,
+            a: &Tensor,
+            b: &Tensor,
+            y: Out<'_>,
+        ) {
+            match op {
+                Comparison::Equal => broadcast2(threads, a, b, y, |a: T, b: T| u8::from(a == b)),
+                Comparison::Less => broadcast2(threads, a, b, y, |a: T, b: T| u8::from(a < b)),
+                Comparison::LessEqual => broadcast2(threads, a, b, y, |a: T, b: T| u8::from(a <= b)),
+            }
+        }
+        match a.dtype() {
+            DType::F32 => typed::<f32>(threads, op, a, b, y),
+            DType::BF16 => typed::<bf16>(threads, op, a, b, y),
+            DType::F16 => typed::<f16>(threads, op, a, b, y),
+            DType::I64 => typed::<i64>(threads, op, a, b, y),
+            DType::I32 => typed::<i32>(threads, op, a, b, y),
+            DType::U8 | DType::Bool => typed::<u8>(threads, op, a, b, y),
+        }
+        Ok(())
+    }
+
+    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
+        let shape = y.shape();
+        let strides = [condition, a, b].map(|operand| broadcast_strides(operand.shape(), shape));
+        let [c_step, a_step, b_step] = [0, 1, 2].map(|i| last_stride(&strides[i]));
+        let width = shape.last();
+        float_kernel!("select", a.dtype(), T => {
+            let (c, left, right, output) = (read::<u8>(condition), read::<T>(a), read::<T>(b), write::<T>(y));
+            let all = [&strides[0][..], &strides[1], &strides[2]];
+            broadcast_rows(shape, 0..shape.rows(), all, |start, [c_start, a_start, b_start]| {
+                for i in 0..width {
+                    output[start + i] =
+                        if c[c_start + i * c_step] != 0 { left[a_start + i * a_step] } else { right[b_start + i * b_step] };
                 }
             });
-        });
-        for (output, sum) in output.iter_mut().zip(sums) {
-            *output = T::narrow(sum);
-        }
-    })
+        })
+    }
+
+    /// Sums `x` down to `y`'s shape, in row order, in f32.
+    fn sum_to(&self, x: &Tensor, y: Out<'_>) -> Result<()> {
+        let strides = broadcast_strides(y.shape(), x.shape());
+        let step = last_stride(&strides);
+        let width = x.shape().last();
+        float_kernel!("sum_to", x.dtype(), T => {
+            let (input, output) = (read::<T>(x), write::<T>(y));
+            let mut sums = vec![0.0f32; output.len()];
+            vectorized!(|| {
+                broadcast_rows(x.shape(), 0..x.shape().rows(), [&strides], |start, [y_start]| {
+                    let input = &input[start..start + width];
+                    if step == 0 {
+                        let mut sum = 0.0;
+                        input.iter().for_each(|value| sum += value.widen());
+                        sums[y_start] += sum;
+                    } else {
+                        let sums = sums[y_start..y_start + width].iter_mut();
+                        sums.zip(input).for_each(|(sum, value)| *sum += value.widen());
+                    }
+                });
+            });
+            for (output, sum) in output.iter_mut().zip(sums) {
+                *output = T::narrow(sum);
+            }
+        })
+    }
 }

@@ -8,17 +8,17 @@
 
 use std::ops::Range;
 
-use ferrospeed_tensor::backend::{Gemm, Matrix};
+use ferrospeed_tensor::backend::{Gemm, Matrix, Products, Screen};
 use ferrospeed_tensor::dtype::{Element, Float};
 use ferrospeed_tensor::loops::simd::vectorized;
 use ferrospeed_tensor::loops::threads::Threads;
 use ferrospeed_tensor::rows_alone::are_rows_alone;
-use ferrospeed_tensor::{Activation, DType, Result, TensorError};
+use ferrospeed_tensor::{Activation, DType, Result, Tensor, TensorError};
 use half::{bf16, f16};
 
-use crate::activation;
 use crate::parallel::Shared;
 use crate::pool::HostPool;
+use crate::{CpuBackend, activation, screen};
 #[cfg(target_arch = "x86_64")]
 use crate::{amx, avx512};
 use crate::{float_kernel, read, rows_alone, widened};
@@ -189,66 +189,75 @@ impl AnyOutput {
     }
 }
 
-pub(crate) fn gemm(threads: &Threads, pool: &HostPool, gemm: &Gemm<'_>) -> Result<()> {
-    check(gemm)?;
-    if gemm.m == 0 || gemm.n == 0 || gemm.batch == 0 {
-        return Ok(());
-    }
-    let bias = gemm.bias.map(|bias| bias.to_vec_f32()).transpose()?;
-    let epilogue = Epilogue {
-        alpha: gemm.alpha,
-        accumulate: gemm.accumulate,
-        bias: bias.as_deref(),
-        activation: gemm.activation,
-    };
-    let alone = gemm.batch == 1 && are_rows_alone();
-    #[cfg(target_arch = "x86_64")]
-    if alone && tiles_keep_rows_alone(gemm) && gemm.m <= amx::few_rows::MOST_ROWS {
-        return float_kernel!("gemm", gemm.c.out.dtype(), C => {
-            amx::few_rows::product::<C>(threads, gemm, &epilogue, &output(gemm, 0));
-        });
-    }
-    if (alone && !tiles_keep_rows_alone(gemm)) || (gemm.batch == 1 && gemm.m == 1) {
-        return rows_alone::product(threads, gemm, &epilogue);
-    }
-    if gemm.a.tensor.dtype() == DType::F32 {
-        // So is the result, as was checked.
-        return products_f32(threads, pool, gemm, &epilogue);
-    }
-    match gemm.a.tensor.dtype() {
-        #[cfg(target_arch = "x86_64")]
-        DType::BF16 if amx::available() => float_kernel!("gemm", gemm.c.out.dtype(), C => {
-            let problem = amx::Problem {
-                m: gemm.m,
-                n: gemm.n,
-                k: gemm.k,
-                batch: gemm.batch,
-                a: |batch| Operand::<bf16>::new(&gemm.a, batch),
-                b: |batch| Operand::<bf16>::new(&gemm.b, batch),
-                epilogue: &epilogue,
-                output: |batch| output::<C>(gemm, batch),
-                // Tiles hold every bf16 value.
-                instead: |_, _, _| {},
-            };
-            amx::products::<bf16, C, _, _, _, _>(threads, pool, &problem)?;
-        }),
-        #[cfg(target_arch = "x86_64")]
-        DType::BF16 if avx512::has_pairs() => {
-            avx512::products_16_bit::<avx512::Pairs>(threads, gemm, &epilogue);
-            Ok(())
+impl Products for CpuBackend {
+    fn gemm(&self, gemm: Gemm<'_>) -> Result<()> {
+        let threads = &self.threads;
+        let pool = &self.pool;
+        let gemm = &gemm;
+        check(gemm)?;
+        if gemm.m == 0 || gemm.n == 0 || gemm.batch == 0 {
+            return Ok(());
         }
+        let bias = gemm.bias.map(|bias| bias.to_vec_f32()).transpose()?;
+        let epilogue = Epilogue {
+            alpha: gemm.alpha,
+            accumulate: gemm.accumulate,
+            bias: bias.as_deref(),
+            activation: gemm.activation,
+        };
+        let alone = gemm.batch == 1 && are_rows_alone();
         #[cfg(target_arch = "x86_64")]
-        DType::BF16 if avx512::available() => {
-            avx512::products_16_bit::<avx512::Wide<bf16>>(threads, gemm, &epilogue);
-            Ok(())
+        if alone && tiles_keep_rows_alone(gemm) && gemm.m <= amx::few_rows::MOST_ROWS {
+            return float_kernel!("gemm", gemm.c.out.dtype(), C => {
+                amx::few_rows::product::<C>(threads, gemm, &epilogue, &output(gemm, 0));
+            });
         }
-        #[cfg(target_arch = "x86_64")]
-        DType::F16 if avx512::available() => {
-            avx512::products_16_bit::<avx512::Wide<f16>>(threads, gemm, &epilogue);
-            Ok(())
+        if (alone && !tiles_keep_rows_alone(gemm)) || (gemm.batch == 1 && gemm.m == 1) {
+            return rows_alone::product(threads, gemm, &epilogue);
         }
-        DType::BF16 => widened::products::<bf16>(threads, pool, gemm, &epilogue),
-        _ => widened::products::<f16>(threads, pool, gemm, &epilogue),
+        if gemm.a.tensor.dtype() == DType::F32 {
+            // So is the result, as was checked.
+            return products_f32(threads, pool, gemm, &epilogue);
+        }
+        match gemm.a.tensor.dtype() {
+            #[cfg(target_arch = "x86_64")]
+            DType::BF16 if amx::available() => float_kernel!("gemm", gemm.c.out.dtype(), C => {
+                let problem = amx::Problem {
+                    m: gemm.m,
+                    n: gemm.n,
+                    k: gemm.k,
+                    batch: gemm.batch,
+                    a: |batch| Operand::<bf16>::new(&gemm.a, batch),
+                    b: |batch| Operand::<bf16>::new(&gemm.b, batch),
+                    epilogue: &epilogue,
+                    output: |batch| output::<C>(gemm, batch),
+                    // Tiles hold every bf16 value.
+                    instead: |_, _, _| {},
+                };
+                amx::products::<bf16, C, _, _, _, _>(threads, pool, &problem)?;
+            }),
+            #[cfg(target_arch = "x86_64")]
+            DType::BF16 if avx512::has_pairs() => {
+                avx512::products_16_bit::<avx512::Pairs>(threads, gemm, &epilogue);
+                Ok(())
+            }
+            #[cfg(target_arch = "x86_64")]
+            DType::BF16 if avx512::available() => {
+                avx512::products_16_bit::<avx512::Wide<bf16>>(threads, gemm, &epilogue);
+                Ok(())
+            }
+            #[cfg(target_arch = "x86_64")]
+            DType::F16 if avx512::available() => {
+                avx512::products_16_bit::<avx512::Wide<f16>>(threads, gemm, &epilogue);
+                Ok(())
+            }
+            DType::BF16 => widened::products::<bf16>(threads, pool, gemm, &epilogue),
+            _ => widened::products::<f16>(threads, pool, gemm, &epilogue),
+        }
+    }
+
+    fn screen(&self, weight: &Tensor, examples: &Tensor) -> Result<Option<Box<dyn Screen>>> {
+        Ok(Some(Box::new(screen::RowScreen::new(&self.threads, weight, examples)?)))
     }
 }
 

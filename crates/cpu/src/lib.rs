@@ -39,7 +39,6 @@ mod loss_parts;
 mod math;
 mod norm;
 mod one_row;
-mod operations;
 mod packed;
 mod parallel;
 mod permute;
@@ -57,9 +56,7 @@ use ferrospeed_tensor::dtype::Element;
 use ferrospeed_tensor::loops::simd;
 use ferrospeed_tensor::loops::threads::{self, Threads};
 use ferrospeed_tensor::memory::MemoryUsage;
-use ferrospeed_tensor::pages::PagedSpec;
-use ferrospeed_tensor::random::RandomKey;
-use ferrospeed_tensor::{Category, DType, Out, Result, Tensor, TensorError};
+use ferrospeed_tensor::{Category, Out, Result, Tensor, TensorError};
 
 use pool::{Block, HostPool};
 
@@ -230,6 +227,14 @@ impl Work for CpuBackend {
         self.threads.run(count, task);
     }
 }
+
+impl FewRowsProducts for CpuBackend {}
+
+impl Updates for CpuBackend {}
+
+impl Integers for CpuBackend {}
+
+impl OneBit for CpuBackend {}
 
 impl Copies for CpuBackend {
     fn copy_from_host(&self, source: &[u8], target: Out<'_>) -> Result<()> {

@@ -1,58 +1,72 @@
 //! Softmax cross-entropy over rows of f32 logits, with the gradient over them or beside them.
 
-use ferrospeed_tensor::backend::{CrossEntropyOptions, LossGradient};
+use ferrospeed_tensor::backend::{CrossEntropyOptions, LossGradient, Losses};
 use ferrospeed_tensor::dtype::Float;
 use ferrospeed_tensor::loops::simd::{map_and_sum, max, sum_by, vectorized};
-use ferrospeed_tensor::loops::threads::Threads;
 use ferrospeed_tensor::{Out, Result, Tensor, TensorError};
 
 use crate::math::exp_down;
 use crate::parallel::{Shared, row_block};
-use crate::{float_kernel, read, write};
+use crate::{CpuBackend, float_kernel, read, write};
 
-pub(crate) fn cross_entropy_rows(
-    threads: &Threads,
-    options: &CrossEntropyOptions,
-    logits: Out<'_>,
-    targets: &Tensor,
-    losses: Out<'_>,
-    gradient: LossGradient<'_>,
-) -> Result<()> {
-    let classes = logits.shape().last();
-    let targets = checked_targets(targets, options.ignore_index, classes)?;
-    let all = Rows { options, targets, classes };
-    let (logits, losses) = (Shared::new(write::<f32>(logits)), Shared::new(write::<f32>(losses)));
-    // SAFETY: rows are disjoint.
-    let row = |r: usize| unsafe { logits.range(r * classes..(r + 1) * classes) };
-    // SAFETY: as above.
-    let loss = |r: usize| unsafe { &mut losses.range(r..r + 1)[0] };
-    let over_rows = |work: &(dyn Fn(usize) + Send + Sync)| {
-        threads.blocks(all.targets.len(), row_block(classes), |range| range.for_each(work));
-    };
-    match gradient {
-        LossGradient::Nowhere => over_rows(&|r| *loss(r) = vectorized!(|| all.loss(r, row(r)))),
-        LossGradient::OverLogits => over_rows(&|r| {
-            vectorized!(|| {
-                let row = row(r);
-                let (value, slope) = all.loss_and_slope(r, row);
-                *loss(r) = value;
-                slope.over(row);
-            });
-        }),
-        LossGradient::Into(target) => {
-            return float_kernel!("cross_entropy", target.dtype(), T => {
-                let target = Shared::new(write::<T>(target));
-                over_rows(&|r| vectorized!(|| {
+impl Losses for CpuBackend {
+    fn cross_entropy_rows(
+        &self,
+        options: &CrossEntropyOptions,
+        logits: Out<'_>,
+        targets: &Tensor,
+        losses: Out<'_>,
+        gradient: LossGradient<'_>,
+    ) -> Result<()> {
+        let threads = &self.threads;
+        let classes = logits.shape().last();
+        let targets = checked_targets(targets, options.ignore_index, classes)?;
+        let all = Rows { options, targets, classes };
+        let (logits, losses) = (Shared::new(write::<f32>(logits)), Shared::new(write::<f32>(losses)));
+        // SAFETY: rows are disjoint.
+        let row = |r: usize| unsafe { logits.range(r * classes..(r + 1) * classes) };
+        // SAFETY: as above.
+        let loss = |r: usize| unsafe { &mut losses.range(r..r + 1)[0] };
+        let over_rows = |work: &(dyn Fn(usize) + Send + Sync)| {
+            threads.blocks(all.targets.len(), row_block(classes), |range| range.for_each(work));
+        };
+        match gradient {
+            LossGradient::Nowhere => over_rows(&|r| *loss(r) = vectorized!(|| all.loss(r, row(r)))),
+            LossGradient::OverLogits => over_rows(&|r| {
+                vectorized!(|| {
                     let row = row(r);
                     let (value, slope) = all.loss_and_slope(r, row);
                     *loss(r) = value;
-                    // SAFETY: as above.
-                    slope.beside(row, unsafe { target.range(r * classes..(r + 1) * classes) });
-                }));
-            });
+                    slope.over(row);
+                });
+            }),
+            LossGradient::Into(target) => {
+                return float_kernel!("cross_entropy", target.dtype(), T => {
+                    let target = Shared::new(write::<T>(target));
+                    over_rows(&|r| vectorized!(|| {
+                        let row = row(r);
+                        let (value, slope) = all.loss_and_slope(r, row);
+                        *loss(r) = value;
+                        // SAFETY: as above.
+                        slope.beside(row, unsafe { target.range(r * classes..(r + 1) * classes) });
+                    }));
+                });
+            }
         }
+        Ok(())
     }
-    Ok(())
+
+    fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: Out<'_>) -> Result<()> {
+        let counted = read::<i64>(targets).iter().filter(|&&target| target != ignore_index).count();
+        write::<i64>(target)[0] = counted as i64;
+        Ok(())
+    }
+
+    fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: Out<'_>) -> Result<()> {
+        let total: f64 = read::<f32>(losses).iter().copied().map(f64::from).sum();
+        write::<f32>(target)[0] = (total / read::<i64>(counted)[0].max(1) as f64) as f32;
+        Ok(())
+    }
 }
 
 /// Targets that are classes, or do not count.

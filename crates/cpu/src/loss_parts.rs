@@ -1,38 +1,82 @@
 //! The same loss where each part of the classes is elsewhere: what a part tells the others, and what it makes of all that was told.
 
-use ferrospeed_tensor::backend::{ClassPart, LossGradient};
+use ferrospeed_tensor::backend::{ClassPart, LossGradient, LossParts};
 use ferrospeed_tensor::loops::simd::{map_and_sum, max, vectorized};
-use ferrospeed_tensor::loops::threads::Threads;
 use ferrospeed_tensor::{Out, Result, Tensor};
 
 use crate::loss::{Slope, checked_targets};
 use crate::math::exp_down;
 use crate::parallel::{Shared, row_block};
-use crate::{float_kernel, read, write};
+use crate::{CpuBackend, float_kernel, read, write};
 
 const NUMBERS: usize = ClassPart::NUMBERS;
 
-/// Leaves the exponentials in the logits' place.
-pub(crate) fn cross_entropy_part(
-    threads: &Threads,
-    part: &ClassPart,
-    logits: Out<'_>,
-    targets: &Tensor,
-    told: Out<'_>,
-) -> Result<()> {
-    let classes = logits.shape().last();
-    let targets = checked_targets(targets, part.ignore_index, part.all)?;
-    let (logits, told) = (Shared::new(write::<f32>(logits)), Shared::new(write::<f32>(told)));
-    threads.blocks(targets.len(), row_block(classes), |range| {
-        for r in range {
-            // SAFETY: rows are disjoint.
-            let row = unsafe { logits.range(r * classes..(r + 1) * classes) };
-            // SAFETY: as above.
-            let told = unsafe { told.range(r * NUMBERS..(r + 1) * NUMBERS) };
-            told.copy_from_slice(&vectorized!(|| tell(part, targets[r], row)));
+impl LossParts for CpuBackend {
+    /// Leaves the exponentials in the logits' place.
+    fn cross_entropy_part(
+        &self,
+        part: &ClassPart,
+        logits: Out<'_>,
+        targets: &Tensor,
+        told: Out<'_>,
+    ) -> Result<()> {
+        let threads = &self.threads;
+        let classes = logits.shape().last();
+        let targets = checked_targets(targets, part.ignore_index, part.all)?;
+        let (logits, told) = (Shared::new(write::<f32>(logits)), Shared::new(write::<f32>(told)));
+        threads.blocks(targets.len(), row_block(classes), |range| {
+            for r in range {
+                // SAFETY: rows are disjoint.
+                let row = unsafe { logits.range(r * classes..(r + 1) * classes) };
+                // SAFETY: as above.
+                let told = unsafe { told.range(r * NUMBERS..(r + 1) * NUMBERS) };
+                told.copy_from_slice(&vectorized!(|| tell(part, targets[r], row)));
+            }
+        });
+        Ok(())
+    }
+
+    fn cross_entropy_of_parts(
+        &self,
+        part: &ClassPart,
+        told: &Tensor,
+        logits: Out<'_>,
+        targets: &Tensor,
+        losses: Out<'_>,
+        gradient: LossGradient<'_>,
+    ) -> Result<()> {
+        let threads = &self.threads;
+        let classes = logits.shape().last();
+        let all = Rows { part, told: read::<f32>(told), targets: read::<i64>(targets), classes };
+        let (logits, losses) = (Shared::new(write::<f32>(logits)), Shared::new(write::<f32>(losses)));
+        // SAFETY: rows are disjoint.
+        let row = |r: usize| unsafe { logits.range(r * classes..(r + 1) * classes) };
+        let over_rows = |work: &(dyn Fn(usize, Slope) + Send + Sync)| {
+            threads.blocks(all.targets.len(), row_block(classes), |range| {
+                for r in range {
+                    let (loss, slope) = all.loss_and_slope(r);
+                    // SAFETY: as above.
+                    let own = unsafe { losses.range(r..r + 1) };
+                    own[0] = loss;
+                    work(r, slope);
+                }
+            });
+        };
+        match gradient {
+            LossGradient::Nowhere => over_rows(&|_, _| ()),
+            LossGradient::OverLogits => over_rows(&|r, slope| vectorized!(|| slope.over(row(r)))),
+            LossGradient::Into(target) => {
+                return float_kernel!("cross_entropy", target.dtype(), T => {
+                    let target = Shared::new(write::<T>(target));
+                    over_rows(&|r, slope| vectorized!(|| {
+                        // SAFETY: as above.
+                        slope.beside(row(r), unsafe { target.range(r * classes..(r + 1) * classes) });
+                    }));
+                });
+            }
         }
-    });
-    Ok(())
+        Ok(())
+    }
 }
 
 #[inline(always)]
@@ -52,47 +96,6 @@ fn tell(part: &ClassPart, target: i64, row: &mut [f32]) -> [f32; NUMBERS] {
 #[inline(always)]
 fn place(part: &ClassPart, target: i64, classes: usize) -> Option<usize> {
     (target as usize).checked_sub(part.first).filter(|&place| place < classes)
-}
-
-pub(crate) fn cross_entropy_of_parts(
-    threads: &Threads,
-    part: &ClassPart,
-    told: &Tensor,
-    logits: Out<'_>,
-    targets: &Tensor,
-    losses: Out<'_>,
-    gradient: LossGradient<'_>,
-) -> Result<()> {
-    let classes = logits.shape().last();
-    let all = Rows { part, told: read::<f32>(told), targets: read::<i64>(targets), classes };
-    let (logits, losses) = (Shared::new(write::<f32>(logits)), Shared::new(write::<f32>(losses)));
-    // SAFETY: rows are disjoint.
-    let row = |r: usize| unsafe { logits.range(r * classes..(r + 1) * classes) };
-    let over_rows = |work: &(dyn Fn(usize, Slope) + Send + Sync)| {
-        threads.blocks(all.targets.len(), row_block(classes), |range| {
-            for r in range {
-                let (loss, slope) = all.loss_and_slope(r);
-                // SAFETY: as above.
-                let own = unsafe { losses.range(r..r + 1) };
-                own[0] = loss;
-                work(r, slope);
-            }
-        });
-    };
-    match gradient {
-        LossGradient::Nowhere => over_rows(&|_, _| ()),
-        LossGradient::OverLogits => over_rows(&|r, slope| vectorized!(|| slope.over(row(r)))),
-        LossGradient::Into(target) => {
-            return float_kernel!("cross_entropy", target.dtype(), T => {
-                let target = Shared::new(write::<T>(target));
-                over_rows(&|r, slope| vectorized!(|| {
-                    // SAFETY: as above.
-                    slope.beside(row(r), unsafe { target.range(r * classes..(r + 1) * classes) });
-                }));
-            });
-        }
-    }
-    Ok(())
 }
 
 /// What the losses of all rows share.

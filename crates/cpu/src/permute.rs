@@ -1,17 +1,22 @@
 //! Other orders of dimensions: runs are copied whole, and where the last axis is another one, in tiles that stay in the cache.
 
+use ferrospeed_tensor::backend::Permutations;
 use ferrospeed_tensor::dtype::Element;
 use ferrospeed_tensor::loops::threads::Threads;
 use ferrospeed_tensor::moves::{Axis, axes};
-use ferrospeed_tensor::{Out, Tensor};
+use ferrospeed_tensor::{Out, Result, Tensor};
 
 use crate::parallel::{Shared, row_block};
-use crate::{any_kernel, read, write};
+use crate::{CpuBackend, any_kernel, read, write};
 
-pub(crate) fn permute(threads: &Threads, x: &Tensor, order: &[usize], y: Out<'_>) {
-    let axes = axes(x.shape(), order);
-    if x.numel() > 0 {
-        any_kernel!(x.dtype(), T => typed::<T>(threads, read(x), write(y), &axes));
+impl Permutations for CpuBackend {
+    fn permute(&self, x: &Tensor, order: &[usize], y: Out<'_>) -> Result<()> {
+        let threads = &self.threads;
+        let axes = axes(x.shape(), order);
+        if x.numel() > 0 {
+            any_kernel!(x.dtype(), T => typed::<T>(threads, read(x), write(y), &axes));
+        }
+        Ok(())
     }
 }
 

@@ -1,6 +1,6 @@
 //! Elementwise kernels: casts, unary and binary functions, gates, dropout.
 
-use ferrospeed_tensor::backend::Unary;
+use ferrospeed_tensor::backend::{Pointwise, Reductions, Unary};
 use ferrospeed_tensor::dtype::{Element, Float};
 use ferrospeed_tensor::loops::simd::vectorized;
 use ferrospeed_tensor::loops::threads::Threads;
@@ -12,7 +12,7 @@ use crate::activation::{self, AT_ONCE};
 use crate::math::{activate, activate_derivative, exp, with_activation};
 use crate::parallel::{POINTWISE_BLOCK, Shared};
 use crate::reduce::{add_parts, add_row, partial_blocks};
-use crate::{float_kernel, read, write};
+use crate::{CpuBackend, float_kernel, read, reduce, write};
 
 /// `y[i] = f(x[i])` over blocks.
 fn map<X: Element, Y: Element>(
@@ -134,12 +134,263 @@ macro_rules! with_unary {
     };
 }
 
-pub(crate) fn unary(threads: &Threads, op: Unary, x: &Tensor, y: Out<'_>) -> Result<()> {
-    float_kernel!("unary", x.dtype(), T => {
-        let (input, output) = (read::<T>(x), write::<T>(y));
-        macro_rules! apply { ($f:expr) => {{ let f = $f; map(threads, input, output, move |v: T| T::narrow(f(v.widen()))) }}; }
-        with_unary!(op, apply)
-    })
+impl Pointwise for CpuBackend {
+    fn activation_backward(
+        &self,
+        activation: Activation,
+        x: &Tensor,
+        dy: &Tensor,
+        dx: Out<'_>,
+    ) -> Result<()> {
+        unary_backward(&self.threads, Unary::Activation(activation), x, dy, dx)
+    }
+
+    /// `before` becomes `f(before)`, `gradient` is multiplied by `f'(before)`, in one pass over both.
+    fn activation_backward_in_place(
+        &self,
+        activation: Activation,
+        before: Out<'_>,
+        gradient: Out<'_>,
+    ) -> Result<()> {
+        let threads = &self.threads;
+        float_kernel!("activation_backward", before.dtype(), T => {
+            let (before, gradient) = (Shared::new(write::<T>(before)), Shared::new(write::<T>(gradient)));
+            threads.blocks(before.len(), POINTWISE_BLOCK, |range| {
+                // SAFETY: blocks are disjoint.
+                let (before, gradient) = unsafe { (before.range(range.clone()), gradient.range(range)) };
+                activation::backward_in_place(activation, before, gradient);
+            });
+        })
+    }
+
+    fn activation_backward_sums(
+        &self,
+        activation: Activation,
+        before: Out<'_>,
+        mut gradient: Out<'_>,
+        rebuilds: bool,
+        sums: Option<Out<'_>>,
+    ) -> Result<()> {
+        // Sums are taken in parts, by the number of rows alone: where those are fewer than threads, one after the other.
+        let parts = reduce::partial_blocks(before.shape().rows()).0;
+        let sums = match sums {
+            Some(sums) if rebuilds && parts >= self.threads.count() => {
+                return activation_backward_sums(&self.threads, activation, before, gradient, sums);
+            }
+            sums => sums,
+        };
+        if rebuilds {
+            self.activation_backward_in_place(activation, before, gradient.again())?;
+        } else {
+            gradient_in_place(&self.threads, activation, before.into_tensor(), gradient.again())?;
+        }
+        sums.map_or(Ok(()), |sums| self.sum_rows(gradient.into_tensor(), sums))
+    }
+
+    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: Out<'_>) -> Result<()> {
+        let threads = &self.threads;
+        float_kernel!("gated", gate.dtype(), T => {
+            let (gate, up, y) = (read::<T>(gate), read::<T>(up), Shared::new(write::<T>(y)));
+            threads.blocks(gate.len(), POINTWISE_BLOCK, |range| {
+                // SAFETY: blocks are disjoint.
+                let y = unsafe { y.range(range.clone()) };
+                let (gate, up) = (gate[range.clone()].chunks(AT_ONCE), up[range].chunks(AT_ONCE));
+                for ((gate, up), y) in gate.zip(up).zip(y.chunks_mut(AT_ONCE)) {
+                    let mut f = [0.0; AT_ONCE];
+                    activation::values(activation, gate, &mut f[..gate.len()]);
+                    vectorized!(|| {
+                        for ((y, up), f) in y.iter_mut().zip(up).zip(&f) {
+                            *y = T::narrow(f * up.widen());
+                        }
+                    });
+                }
+            });
+        })
+    }
+
+    fn gated_backward_in_place(
+        &self,
+        activation: Activation,
+        gate: Out<'_>,
+        up: Out<'_>,
+        dy: Out<'_>,
+        rebuilds: bool,
+    ) -> Result<()> {
+        let threads = &self.threads;
+        float_kernel!("gated_backward_in_place", gate.dtype(), T => {
+            let [gate, up, dy] = [gate, up, dy].map(|tensor| Shared::new(write::<T>(tensor)));
+            threads.blocks(gate.len(), POINTWISE_BLOCK, |range| {
+                for start in range.clone().step_by(AT_ONCE) {
+                    let part = start..(start + AT_ONCE).min(range.end);
+                    // SAFETY: blocks are disjoint, and so are the three tensors.
+                    let [gate, up, dy] = unsafe { [&gate, &up, &dy].map(|tensor| tensor.range(part.clone())) };
+                    let (mut f, mut d) = ([0.0; AT_ONCE], [0.0; AT_ONCE]);
+                    let (f, d) = (&mut f[..gate.len()], &mut d[..gate.len()]);
+                    activation::values_and_derivatives(activation, gate, f, d);
+                    vectorized!(|| {
+                        for i in 0..gate.len() {
+                            let (u, gradient) = (up[i].widen(), dy[i].widen());
+                            gate[i] = T::narrow(gradient * u * d[i]);
+                            up[i] = T::narrow(gradient * f[i]);
+                            if rebuilds {
+                                dy[i] = T::narrow(f[i] * u);
+                            }
+                        }
+                    });
+                }
+            });
+        })
+    }
+
+    fn gated_backward(
+        &self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+        dgate: Out<'_>,
+        dup: Out<'_>,
+    ) -> Result<()> {
+        let threads = &self.threads;
+        float_kernel!("gated_backward", gate.dtype(), T => {
+            let (gate, up, dy) = (read::<T>(gate), read::<T>(up), read::<T>(dy));
+            let (dgate, dup) = (Shared::new(write::<T>(dgate)), Shared::new(write::<T>(dup)));
+            threads.blocks(gate.len(), POINTWISE_BLOCK, |range| {
+                for start in range.clone().step_by(AT_ONCE) {
+                    let part = start..(start + AT_ONCE).min(range.end);
+                    // SAFETY: blocks are disjoint.
+                    let (dgate, dup) = unsafe { (dgate.range(part.clone()), dup.range(part.clone())) };
+                    let (gate, up, dy) = (&gate[part.clone()], &up[part.clone()], &dy[part]);
+                    let (mut f, mut d) = ([0.0; AT_ONCE], [0.0; AT_ONCE]);
+                    let (f, d) = (&mut f[..gate.len()], &mut d[..gate.len()]);
+                    activation::values_and_derivatives(activation, gate, f, d);
+                    vectorized!(|| {
+                        for i in 0..up.len() {
+                            let (u, dy) = (up[i].widen(), dy[i].widen());
+                            dgate[i] = T::narrow(dy * u * d[i]);
+                            dup[i] = T::narrow(dy * f[i]);
+                        }
+                    });
+                }
+            });
+        })
+    }
+
+    fn scale_in_place(&self, target: Out<'_>, factor: &Tensor) -> Result<()> {
+        let threads = &self.threads;
+        let factor = read::<f32>(factor)[0];
+        match factor == 1.0 {
+            true => Ok(()),
+            false => unary_in_place(threads, Unary::Affine { scale: factor, shift: 0.0 }, target),
+        }
+    }
+
+    /// `target = source · factor`, rounded once to the target's type.
+    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: Out<'_>) -> Result<()> {
+        let threads = &self.threads;
+        let factor = read::<f32>(factor)[0];
+        if factor == 1.0 {
+            cast(threads, source, target);
+            return Ok(());
+        }
+        float_kernel!("scale_by", source.dtype(), S => {
+            let source = read::<S>(source);
+            float_kernel!("scale_by", target.dtype(), T => {
+                // Zero is added, as in place: a negative zero becomes the usual one.
+                map(threads, source, write::<T>(target), move |v: S| T::narrow(factor * v.widen() + 0.0))
+            })
+        })?
+    }
+
+    fn dropout(&self, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey) -> Result<()> {
+        let threads = &self.threads;
+        let scale = 1.0 / (1.0 - p);
+        let threshold = drop_threshold(p);
+        float_kernel!("dropout", x.dtype(), T => {
+            let (x, y) = (read::<T>(x), Shared::new(write::<T>(y)));
+            threads.blocks(x.len(), POINTWISE_BLOCK, |range| {
+                // SAFETY: blocks are disjoint.
+                let y = unsafe { y.range(range.clone()) };
+                let first_block = (range.start / 4) as u64;
+                let x = &x[range];
+                vectorized!(|| {
+                    for (block, (y, x)) in y.chunks_mut(4).zip(x.chunks(4)).enumerate() {
+                        let words = key.block(first_block + block as u64);
+                        for (lane, (y, x)) in y.iter_mut().zip(x).enumerate() {
+                            let kept = if words[lane] >= threshold { x.widen() * scale } else { 0.0 };
+                            *y = T::narrow(kept);
+                        }
+                    }
+                });
+            })
+        })
+    }
+
+    fn dropout_rows(&self, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey, starts: &[u64]) -> Result<()> {
+        let threads = &self.threads;
+        let (threshold, scale) = (drop_threshold(p), 1.0 / (1.0 - p));
+        let width = x.numel() / starts.len().max(1);
+        float_kernel!("dropout_rows", x.dtype(), T => {
+            let (x, y) = (read::<T>(x), Shared::new(write::<T>(y)));
+            threads.run(starts.len(), |row| {
+                let range = row * width..(row + 1) * width;
+                // SAFETY: each row is written by one task.
+                let y = unsafe { y.range(range.clone()) };
+                let mut words = key.block(starts[row] / 4);
+                for (position, (y, x)) in (starts[row]..).zip(y.iter_mut().zip(&x[range])) {
+                    let lane = (position % 4) as usize;
+                    if lane == 0 {
+                        words = key.block(position / 4);
+                    }
+                    *y = T::narrow(if words[lane] >= threshold { x.widen() * scale } else { 0.0 });
+                }
+            });
+        })
+    }
+
+    fn unary(&self, op: Unary, x: &Tensor, y: Out<'_>) -> Result<()> {
+        let threads = &self.threads;
+        float_kernel!("unary", x.dtype(), T => {
+            let (input, output) = (read::<T>(x), write::<T>(y));
+            macro_rules! apply { ($f:expr) => {{ let f = $f; map(threads, input, output, move |v: T| T::narrow(f(v.widen()))) }}; }
+            with_unary!(op, apply)
+        })
+    }
+
+    fn unary_in_place(&self, op: Unary, x: Out<'_>) -> Result<()> {
+        unary_in_place(&self.threads, op, x)
+    }
+
+    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: Out<'_>) -> Result<()> {
+        unary_backward(&self.threads, op, x, dy, dx)
+    }
+
+    fn add_assign(&self, target: Out<'_>, source: &Tensor) -> Result<()> {
+        let threads = &self.threads;
+        if target.shape() != source.shape() {
+            return Err(TensorError::ShapeMismatch {
+                op: "add_assign",
+                left: *target.shape(),
+                right: *source.shape(),
+            });
+        }
+        float_kernel!("add_assign", source.dtype(), S => {
+            let source = read::<S>(source);
+            float_kernel!("add_assign", target.dtype(), T => {
+                let target = Shared::new(write::<T>(target));
+                threads.blocks(source.len(), POINTWISE_BLOCK, |range| {
+                    // SAFETY: blocks are disjoint.
+                    let target = unsafe { target.range(range.clone()) };
+                    let source = &source[range];
+                    vectorized!(|| {
+                        for (t, s) in target.iter_mut().zip(source) {
+                            *t = T::narrow(t.widen() + s.widen());
+                        }
+                    });
+                })
+            })
+        })?
+    }
 }
 
 pub(crate) fn unary_in_place(threads: &Threads, op: Unary, x: Out<'_>) -> Result<()> {
@@ -148,28 +399,6 @@ pub(crate) fn unary_in_place(threads: &Threads, op: Unary, x: Out<'_>) -> Result
         macro_rules! apply { ($f:expr) => {{ let f = $f; map_in_place(threads, x, move |v: T| T::narrow(f(v.widen()))) }}; }
         with_unary!(op, apply)
     })
-}
-
-pub(crate) fn scale_in_place(threads: &Threads, target: Out<'_>, factor: f32) -> Result<()> {
-    match factor == 1.0 {
-        true => Ok(()),
-        false => unary_in_place(threads, Unary::Affine { scale: factor, shift: 0.0 }, target),
-    }
-}
-
-/// `target = source · factor`, rounded once to the target's type.
-pub(crate) fn scale_by(threads: &Threads, source: &Tensor, factor: f32, target: Out<'_>) -> Result<()> {
-    if factor == 1.0 {
-        cast(threads, source, target);
-        return Ok(());
-    }
-    float_kernel!("scale_by", source.dtype(), S => {
-        let source = read::<S>(source);
-        float_kernel!("scale_by", target.dtype(), T => {
-            // Zero is added, as in place: a negative zero becomes the usual one.
-            map(threads, source, write::<T>(target), move |v: S| T::narrow(factor * v.widen() + 0.0))
-        })
-    })?
 }
 
 pub(crate) fn unary_backward(
@@ -219,23 +448,6 @@ pub(crate) fn gradient_in_place(
     })
 }
 
-/// `before` becomes `f(before)`, `gradient` is multiplied by `f'(before)`, in one pass over both.
-pub(crate) fn activation_backward_in_place(
-    threads: &Threads,
-    activation: Activation,
-    before: Out<'_>,
-    gradient: Out<'_>,
-) -> Result<()> {
-    float_kernel!("activation_backward", before.dtype(), T => {
-        let (before, gradient) = (Shared::new(write::<T>(before)), Shared::new(write::<T>(gradient)));
-        threads.blocks(before.len(), POINTWISE_BLOCK, |range| {
-            // SAFETY: blocks are disjoint.
-            let (before, gradient) = unsafe { (before.range(range.clone()), gradient.range(range)) };
-            activation::backward_in_place(activation, before, gradient);
-        });
-    })
-}
-
 /// The same for whole rows, of which the new gradients are summed over all rows while they are near.
 pub(crate) fn activation_backward_sums(
     threads: &Threads,
@@ -263,173 +475,4 @@ pub(crate) fn activation_backward_sums(
         });
         add_parts(&partial, sums)
     })?
-}
-
-pub(crate) fn gated(
-    threads: &Threads,
-    activation: Activation,
-    gate: &Tensor,
-    up: &Tensor,
-    y: Out<'_>,
-) -> Result<()> {
-    float_kernel!("gated", gate.dtype(), T => {
-        let (gate, up, y) = (read::<T>(gate), read::<T>(up), Shared::new(write::<T>(y)));
-        threads.blocks(gate.len(), POINTWISE_BLOCK, |range| {
-            // SAFETY: blocks are disjoint.
-            let y = unsafe { y.range(range.clone()) };
-            let (gate, up) = (gate[range.clone()].chunks(AT_ONCE), up[range].chunks(AT_ONCE));
-            for ((gate, up), y) in gate.zip(up).zip(y.chunks_mut(AT_ONCE)) {
-                let mut f = [0.0; AT_ONCE];
-                activation::values(activation, gate, &mut f[..gate.len()]);
-                vectorized!(|| {
-                    for ((y, up), f) in y.iter_mut().zip(up).zip(&f) {
-                        *y = T::narrow(f * up.widen());
-                    }
-                });
-            }
-        });
-    })
-}
-
-pub(crate) fn gated_backward(
-    threads: &Threads,
-    activation: Activation,
-    gate: &Tensor,
-    up: &Tensor,
-    dy: &Tensor,
-    dgate: Out<'_>,
-    dup: Out<'_>,
-) -> Result<()> {
-    float_kernel!("gated_backward", gate.dtype(), T => {
-        let (gate, up, dy) = (read::<T>(gate), read::<T>(up), read::<T>(dy));
-        let (dgate, dup) = (Shared::new(write::<T>(dgate)), Shared::new(write::<T>(dup)));
-        threads.blocks(gate.len(), POINTWISE_BLOCK, |range| {
-            for start in range.clone().step_by(AT_ONCE) {
-                let part = start..(start + AT_ONCE).min(range.end);
-                // SAFETY: blocks are disjoint.
-                let (dgate, dup) = unsafe { (dgate.range(part.clone()), dup.range(part.clone())) };
-                let (gate, up, dy) = (&gate[part.clone()], &up[part.clone()], &dy[part]);
-                let (mut f, mut d) = ([0.0; AT_ONCE], [0.0; AT_ONCE]);
-                let (f, d) = (&mut f[..gate.len()], &mut d[..gate.len()]);
-                activation::values_and_derivatives(activation, gate, f, d);
-                vectorized!(|| {
-                    for i in 0..up.len() {
-                        let (u, dy) = (up[i].widen(), dy[i].widen());
-                        dgate[i] = T::narrow(dy * u * d[i]);
-                        dup[i] = T::narrow(dy * f[i]);
-                    }
-                });
-            }
-        });
-    })
-}
-
-pub(crate) fn gated_backward_in_place(
-    threads: &Threads,
-    activation: Activation,
-    gate: Out<'_>,
-    up: Out<'_>,
-    dy: Out<'_>,
-    rebuilds: bool,
-) -> Result<()> {
-    float_kernel!("gated_backward_in_place", gate.dtype(), T => {
-        let [gate, up, dy] = [gate, up, dy].map(|tensor| Shared::new(write::<T>(tensor)));
-        threads.blocks(gate.len(), POINTWISE_BLOCK, |range| {
-            for start in range.clone().step_by(AT_ONCE) {
-                let part = start..(start + AT_ONCE).min(range.end);
-                // SAFETY: blocks are disjoint, and so are the three tensors.
-                let [gate, up, dy] = unsafe { [&gate, &up, &dy].map(|tensor| tensor.range(part.clone())) };
-                let (mut f, mut d) = ([0.0; AT_ONCE], [0.0; AT_ONCE]);
-                let (f, d) = (&mut f[..gate.len()], &mut d[..gate.len()]);
-                activation::values_and_derivatives(activation, gate, f, d);
-                vectorized!(|| {
-                    for i in 0..gate.len() {
-                        let (u, gradient) = (up[i].widen(), dy[i].widen());
-                        gate[i] = T::narrow(gradient * u * d[i]);
-                        up[i] = T::narrow(gradient * f[i]);
-                        if rebuilds {
-                            dy[i] = T::narrow(f[i] * u);
-                        }
-                    }
-                });
-            }
-        });
-    })
-}
-
-pub(crate) fn add_assign(threads: &Threads, target: Out<'_>, source: &Tensor) -> Result<()> {
-    if target.shape() != source.shape() {
-        return Err(TensorError::ShapeMismatch {
-            op: "add_assign",
-            left: *target.shape(),
-            right: *source.shape(),
-        });
-    }
-    float_kernel!("add_assign", source.dtype(), S => {
-        let source = read::<S>(source);
-        float_kernel!("add_assign", target.dtype(), T => {
-            let target = Shared::new(write::<T>(target));
-            threads.blocks(source.len(), POINTWISE_BLOCK, |range| {
-                // SAFETY: blocks are disjoint.
-                let target = unsafe { target.range(range.clone()) };
-                let source = &source[range];
-                vectorized!(|| {
-                    for (t, s) in target.iter_mut().zip(source) {
-                        *t = T::narrow(t.widen() + s.widen());
-                    }
-                });
-            })
-        })
-    })?
-}
-
-pub(crate) fn dropout(threads: &Threads, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey) -> Result<()> {
-    let scale = 1.0 / (1.0 - p);
-    let threshold = drop_threshold(p);
-    float_kernel!("dropout", x.dtype(), T => {
-        let (x, y) = (read::<T>(x), Shared::new(write::<T>(y)));
-        threads.blocks(x.len(), POINTWISE_BLOCK, |range| {
-            // SAFETY: blocks are disjoint.
-            let y = unsafe { y.range(range.clone()) };
-            let first_block = (range.start / 4) as u64;
-            let x = &x[range];
-            vectorized!(|| {
-                for (block, (y, x)) in y.chunks_mut(4).zip(x.chunks(4)).enumerate() {
-                    let words = key.block(first_block + block as u64);
-                    for (lane, (y, x)) in y.iter_mut().zip(x).enumerate() {
-                        let kept = if words[lane] >= threshold { x.widen() * scale } else { 0.0 };
-                        *y = T::narrow(kept);
-                    }
-                }
-            });
-        })
-    })
-}
-
-pub(crate) fn dropout_rows(
-    threads: &Threads,
-    x: &Tensor,
-    y: Out<'_>,
-    p: f32,
-    key: RandomKey,
-    starts: &[u64],
-) -> Result<()> {
-    let (threshold, scale) = (drop_threshold(p), 1.0 / (1.0 - p));
-    let width = x.numel() / starts.len().max(1);
-    float_kernel!("dropout_rows", x.dtype(), T => {
-        let (x, y) = (read::<T>(x), Shared::new(write::<T>(y)));
-        threads.run(starts.len(), |row| {
-            let range = row * width..(row + 1) * width;
-            // SAFETY: each row is written by one task.
-            let y = unsafe { y.range(range.clone()) };
-            let mut words = key.block(starts[row] / 4);
-            for (position, (y, x)) in (starts[row]..).zip(y.iter_mut().zip(&x[range])) {
-                let lane = (position % 4) as usize;
-                if lane == 0 {
-                    words = key.block(position / 4);
-                }
-                *y = T::narrow(if words[lane] >= threshold { x.widen() * scale } else { 0.0 });
-            }
-        });
-    })
 }

@@ -1,6 +1,6 @@
 //! Reductions, softmax, running sums, top-k.
 
-use ferrospeed_tensor::backend::Reduction;
+use ferrospeed_tensor::backend::{Reduction, Reductions};
 use ferrospeed_tensor::dtype::Float;
 use ferrospeed_tensor::loops::simd::{max, sum_by, vectorized};
 use ferrospeed_tensor::loops::threads::Threads;
@@ -8,7 +8,7 @@ use ferrospeed_tensor::{Out, Result, Tensor};
 
 use crate::math::exp;
 use crate::parallel::{Shared, row_block};
-use crate::{float_kernel, read, write};
+use crate::{CpuBackend, float_kernel, read, write};
 
 /// How rows are cut for sums over rows: at most 16 parts, by the number of rows alone. (parts, rows per part)
 pub(crate) fn partial_blocks(rows: usize) -> (usize, usize) {
@@ -54,136 +54,139 @@ pub(crate) fn add_parts(parts: &[f32], y: Out<'_>) -> Result<()> {
     })
 }
 
-pub(crate) fn reduce(
-    threads: &Threads,
-    op: Reduction,
-    x: &Tensor,
-    outer: usize,
-    size: usize,
-    inner: usize,
-    y: Out<'_>,
-) -> Result<()> {
-    float_kernel!("reduce", x.dtype(), T => {
-        let (input, output) = (read::<T>(x), Shared::new(write::<T>(y)));
-        threads.blocks(outer, row_block(size * inner), |range| vectorized!(|| {
-            let mut row = vec![0.0f32; size];
-            for o in range {
-                for i in 0..inner {
-                    for (s, value) in row.iter_mut().enumerate() {
-                        *value = input[(o * size + s) * inner + i].widen();
-                    }
-                    let reduced = match op {
-                        Reduction::Sum => sum_by(&row, |_, v| v),
-                        Reduction::Max => max(&row),
-                        Reduction::Min => row.iter().copied().fold(f32::INFINITY, f32::min),
-                    };
-                    // SAFETY: each (outer, inner) pair is written once.
-                    unsafe { output.range(o * inner + i..o * inner + i + 1)[0] = T::narrow(reduced) };
+impl Reductions for CpuBackend {
+    fn sum_rows(&self, x: &Tensor, target: Out<'_>) -> Result<()> {
+        sum_rows(&self.threads, x, target)
+    }
+
+    fn top_k(&self, x: &Tensor, k: usize, values: Out<'_>, indices: Out<'_>) -> Result<()> {
+        let (rows, width) = (x.shape().rows(), x.shape().last());
+        let indices = write::<i64>(indices);
+        float_kernel!("top_k", x.dtype(), T => {
+            let (x, values) = (read::<T>(x), write::<T>(values));
+            let mut order: Vec<usize> = Vec::with_capacity(width);
+            for r in 0..rows {
+                let row = &x[r * width..(r + 1) * width];
+                // NaN counts as largest, so that it is seen rather than hidden.
+                let before = |&a: &usize, &b: &usize| row[b].widen().total_cmp(&row[a].widen()).then(a.cmp(&b));
+                order.clear();
+                order.extend(0..width);
+                if k > 0 && k < width {
+                    order.select_nth_unstable_by(k - 1, before);
+                }
+                order.truncate(k);
+                order.sort_unstable_by(before);
+                for (j, &index) in order.iter().enumerate() {
+                    values[r * k + j] = row[index];
+                    indices[r * k + j] = index as i64;
                 }
             }
-        }));
-    })
-}
+        })
+    }
 
-pub(crate) fn softmax(threads: &Threads, x: &Tensor, y: Out<'_>, log: bool) -> Result<()> {
-    let (rows, width) = (x.shape().rows(), x.shape().last());
-    float_kernel!("softmax", x.dtype(), T => {
-        let (input, output) = (read::<T>(x), Shared::new(write::<T>(y)));
-        threads.blocks(rows, row_block(width), |range| vectorized!(|| {
-            let mut row = vec![0.0f32; width];
-            for r in range {
-                for (value, x) in row.iter_mut().zip(&input[r * width..(r + 1) * width]) {
-                    *value = x.widen();
-                }
-                let largest = max(&row);
-                // A row of minus infinities has no largest finite value to subtract.
-                let shift = if largest == f32::NEG_INFINITY { 0.0 } else { largest };
-                let total = sum_by(&row, |_, v| exp(v - shift));
-                // SAFETY: rows are disjoint.
-                let output = unsafe { output.range(r * width..(r + 1) * width) };
-                if log {
-                    let offset = shift + total.ln();
-                    output.iter_mut().zip(&row).for_each(|(y, v)| *y = T::narrow(v - offset));
-                } else {
-                    output.iter_mut().zip(&row).for_each(|(y, v)| *y = T::narrow(exp(v - shift) / total));
-                }
-            }
-        }));
-    })
-}
-
-pub(crate) fn softmax_backward(
-    threads: &Threads,
-    y: &Tensor,
-    dy: &Tensor,
-    dx: Out<'_>,
-    log: bool,
-) -> Result<()> {
-    let (rows, width) = (y.shape().rows(), y.shape().last());
-    float_kernel!("softmax_backward", y.dtype(), T => {
-        let (y, dy, dx) = (read::<T>(y), read::<T>(dy), Shared::new(write::<T>(dx)));
-        threads.blocks(rows, row_block(width), |range| vectorized!(|| {
-            let mut gradient = vec![0.0f32; width];
-            for r in range {
-                let span = r * width..(r + 1) * width;
-                let y = &y[span.clone()];
-                for (g, d) in gradient.iter_mut().zip(&dy[span.clone()]) {
-                    *g = d.widen();
-                }
-                // SAFETY: rows are disjoint.
-                let dx = unsafe { dx.range(span) };
-                if log {
-                    let total = sum_by(&gradient, |_, g| g);
-                    for i in 0..width {
-                        dx[i] = T::narrow(gradient[i] - exp(y[i].widen()) * total);
-                    }
-                } else {
-                    let total = sum_by(&gradient, |i, g| g * y[i].widen());
-                    for i in 0..width {
-                        dx[i] = T::narrow(y[i].widen() * (gradient[i] - total));
+    fn reduce(
+        &self,
+        op: Reduction,
+        x: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        y: Out<'_>,
+    ) -> Result<()> {
+        let threads = &self.threads;
+        float_kernel!("reduce", x.dtype(), T => {
+            let (input, output) = (read::<T>(x), Shared::new(write::<T>(y)));
+            threads.blocks(outer, row_block(size * inner), |range| vectorized!(|| {
+                let mut row = vec![0.0f32; size];
+                for o in range {
+                    for i in 0..inner {
+                        for (s, value) in row.iter_mut().enumerate() {
+                            *value = input[(o * size + s) * inner + i].widen();
+                        }
+                        let reduced = match op {
+                            Reduction::Sum => sum_by(&row, |_, v| v),
+                            Reduction::Max => max(&row),
+                            Reduction::Min => row.iter().copied().fold(f32::INFINITY, f32::min),
+                        };
+                        // SAFETY: each (outer, inner) pair is written once.
+                        unsafe { output.range(o * inner + i..o * inner + i + 1)[0] = T::narrow(reduced) };
                     }
                 }
-            }
-        }));
-    })
-}
+            }));
+        })
+    }
 
-pub(crate) fn cumsum(x: &Tensor, y: Out<'_>, reverse: bool) -> Result<()> {
-    let (rows, width) = (x.shape().rows(), x.shape().last());
-    float_kernel!("cumsum", x.dtype(), T => {
-        let (x, y) = (read::<T>(x), write::<T>(y));
-        for r in 0..rows {
-            let mut sum = 0.0;
-            for step in 0..width {
-                let i = r * width + if reverse { width - 1 - step } else { step };
-                sum += x[i].widen();
-                y[i] = T::narrow(sum);
-            }
-        }
-    })
-}
+    fn softmax(&self, x: &Tensor, y: Out<'_>, log: bool) -> Result<()> {
+        let threads = &self.threads;
+        let (rows, width) = (x.shape().rows(), x.shape().last());
+        float_kernel!("softmax", x.dtype(), T => {
+            let (input, output) = (read::<T>(x), Shared::new(write::<T>(y)));
+            threads.blocks(rows, row_block(width), |range| vectorized!(|| {
+                let mut row = vec![0.0f32; width];
+                for r in range {
+                    for (value, x) in row.iter_mut().zip(&input[r * width..(r + 1) * width]) {
+                        *value = x.widen();
+                    }
+                    let largest = max(&row);
+                    // A row of minus infinities has no largest finite value to subtract.
+                    let shift = if largest == f32::NEG_INFINITY { 0.0 } else { largest };
+                    let total = sum_by(&row, |_, v| exp(v - shift));
+                    // SAFETY: rows are disjoint.
+                    let output = unsafe { output.range(r * width..(r + 1) * width) };
+                    if log {
+                        let offset = shift + total.ln();
+                        output.iter_mut().zip(&row).for_each(|(y, v)| *y = T::narrow(v - offset));
+                    } else {
+                        output.iter_mut().zip(&row).for_each(|(y, v)| *y = T::narrow(exp(v - shift) / total));
+                    }
+                }
+            }));
+        })
+    }
 
-pub(crate) fn top_k(x: &Tensor, k: usize, values: Out<'_>, indices: Out<'_>) -> Result<()> {
-    let (rows, width) = (x.shape().rows(), x.shape().last());
-    let indices = write::<i64>(indices);
-    float_kernel!("top_k", x.dtype(), T => {
-        let (x, values) = (read::<T>(x), write::<T>(values));
-        let mut order: Vec<usize> = Vec::with_capacity(width);
-        for r in 0..rows {
-            let row = &x[r * width..(r + 1) * width];
-            // NaN counts as largest, so that it is seen rather than hidden.
-            let before = |&a: &usize, &b: &usize| row[b].widen().total_cmp(&row[a].widen()).then(a.cmp(&b));
-            order.clear();
-            order.extend(0..width);
-            if k > 0 && k < width {
-                order.select_nth_unstable_by(k - 1, before);
+    fn softmax_backward(&self, y: &Tensor, dy: &Tensor, dx: Out<'_>, log: bool) -> Result<()> {
+        let threads = &self.threads;
+        let (rows, width) = (y.shape().rows(), y.shape().last());
+        float_kernel!("softmax_backward", y.dtype(), T => {
+            let (y, dy, dx) = (read::<T>(y), read::<T>(dy), Shared::new(write::<T>(dx)));
+            threads.blocks(rows, row_block(width), |range| vectorized!(|| {
+                let mut gradient = vec![0.0f32; width];
+                for r in range {
+                    let span = r * width..(r + 1) * width;
+                    let y = &y[span.clone()];
+                    for (g, d) in gradient.iter_mut().zip(&dy[span.clone()]) {
+                        *g = d.widen();
+                    }
+                    // SAFETY: rows are disjoint.
+                    let dx = unsafe { dx.range(span) };
+                    if log {
+                        let total = sum_by(&gradient, |_, g| g);
+                        for i in 0..width {
+                            dx[i] = T::narrow(gradient[i] - exp(y[i].widen()) * total);
+                        }
+                    } else {
+                        let total = sum_by(&gradient, |i, g| g * y[i].widen());
+                        for i in 0..width {
+                            dx[i] = T::narrow(y[i].widen() * (gradient[i] - total));
+                        }
+                    }
+                }
+            }));
+        })
+    }
+
+    fn cumsum(&self, x: &Tensor, y: Out<'_>, reverse: bool) -> Result<()> {
+        let (rows, width) = (x.shape().rows(), x.shape().last());
+        float_kernel!("cumsum", x.dtype(), T => {
+            let (x, y) = (read::<T>(x), write::<T>(y));
+            for r in 0..rows {
+                let mut sum = 0.0;
+                for step in 0..width {
+                    let i = r * width + if reverse { width - 1 - step } else { step };
+                    sum += x[i].widen();
+                    y[i] = T::narrow(sum);
+                }
             }
-            order.truncate(k);
-            order.sort_unstable_by(before);
-            for (j, &index) in order.iter().enumerate() {
-                values[r * k + j] = row[index];
-                indices[r * k + j] = index as i64;
-            }
-        }
-    })
+        })
+    }
 }

@@ -1,9 +1,9 @@
 //! Attention: cuDNN's tensor-core kernels where they fit, for gradients on Hopper our own (`attention_backward.rs`), and plain
 //! ones (`kernels/attention.cu`) for every other case.
 
-use ferrospeed_tensor::backend::{AttentionSpec, Heads};
+use ferrospeed_tensor::backend::{Attention, AttentionSpec, Heads, HeadsOut};
 use ferrospeed_tensor::random::{RandomKey, drop_threshold};
-use ferrospeed_tensor::{DType, Documents, Result, Tensor, TensorError};
+use ferrospeed_tensor::{DType, Documents, Out, Result, Tensor, TensorError};
 
 use crate::elementwise::DeviceKey;
 use crate::{CudaBackend, Kernel, Source, at, at_option, attention_backward, cudnn_attention, launch, real};
@@ -102,189 +102,222 @@ fn kernel(dtype: DType, dim: usize, name: &'static str) -> Result<Kernel> {
     Ok(Kernel { source: Source::Attention, defines: [real("attention", dtype)?, lanes, ""], name })
 }
 
-pub(super) fn forward(
-    backend: &CudaBackend,
-    spec: &AttentionSpec<'_>,
-    q: &Heads<'_>,
-    k: &Heads<'_>,
-    v: &Heads<'_>,
-    out: &Heads<'_>,
-    logsumexp: &Tensor,
-) -> Result<()> {
-    let rows = spec.batch * spec.heads * spec.queries;
-    if rows == 0 {
-        return Ok(());
+impl Attention for CudaBackend {
+    fn attention(
+        &self,
+        spec: &AttentionSpec<'_>,
+        q: &Heads<'_>,
+        k: &Heads<'_>,
+        v: &Heads<'_>,
+        out: HeadsOut<'_>,
+        logsumexp: Out<'_>,
+    ) -> Result<()> {
+        let out = &out.into_heads();
+        let logsumexp = logsumexp.into_tensor();
+        let rows = spec.batch * spec.heads * spec.queries;
+        if rows == 0 {
+            return Ok(());
+        }
+        if cudnn_attention::forward(self, spec, [q, k, v, out], logsumexp)? {
+            return Ok(());
+        }
+        let is_decoding = rows < 2 * self.driver.multiprocessors as usize;
+        let warps = if is_decoding { DECODING_WARPS } else { WARPS };
+        launch!(
+            self,
+            kernel(q.tensor.dtype(), spec.dim, "attention_forward")?,
+            [rows as u32, 1, 1],
+            [32 * warps, 1, 1],
+            joined_bytes(warps, spec.dim),
+            device_spec(spec)?,
+            start(q),
+            strides(q),
+            start(k),
+            strides(k),
+            start(v),
+            strides(v),
+            start(out),
+            strides(out),
+            at(logsumexp)
+        )
     }
-    if cudnn_attention::forward(backend, spec, [q, k, v, out], logsumexp)? {
-        return Ok(());
-    }
-    let is_decoding = rows < 2 * backend.driver.multiprocessors as usize;
-    let warps = if is_decoding { DECODING_WARPS } else { WARPS };
-    launch!(
-        backend,
-        kernel(q.tensor.dtype(), spec.dim, "attention_forward")?,
-        [rows as u32, 1, 1],
-        [32 * warps, 1, 1],
-        joined_bytes(warps, spec.dim),
-        device_spec(spec)?,
-        start(q),
-        strides(q),
-        start(k),
-        strides(k),
-        start(v),
-        strides(v),
-        start(out),
-        strides(out),
-        at(logsumexp)
-    )
-}
 
-/// Shared memory of a block of [`forward`] or [`step`].
-fn joined_bytes(warps: u32, dim: usize) -> u32 {
-    warps * (dim as u32 + 2) * 4
-}
+    fn attention_backward(
+        &self,
+        spec: &AttentionSpec<'_>,
+        q: &Heads<'_>,
+        k: &Heads<'_>,
+        v: &Heads<'_>,
+        out: &Heads<'_>,
+        logsumexp: &Tensor,
+        dout: &Heads<'_>,
+        gradients: [HeadsOut<'_>; 3],
+    ) -> Result<()> {
+        let gradients = gradients.map(HeadsOut::into_heads);
+        let [dq, dk, dv] = gradients.each_ref();
+        let rows = spec.batch * spec.heads * spec.queries;
+        if rows == 0 {
+            return Ok(());
+        }
+        let (inputs, gradients) = ([q, k, v, out, dout], [dq, dk, dv]);
+        let own_comes_first = !cudnn_attention::is_faster_backward(self, spec);
+        if own_comes_first && attention_backward::backward(self, spec, inputs, logsumexp, gradients)? {
+            return Ok(());
+        }
+        if cudnn_attention::backward(self, spec, inputs, logsumexp, gradients)? {
+            return Ok(());
+        }
+        let (device, dtype) = (device_spec(spec)?, q.tensor.dtype());
+        let delta = self.scratch(rows * 4)?;
+        let block = [32 * WARPS, 1, 1];
+        launch!(
+            self,
+            kernel(dtype, spec.dim, "attention_delta")?,
+            [rows.div_ceil(WARPS as usize) as u32, 1, 1],
+            block,
+            0,
+            device,
+            start(out),
+            strides(out),
+            start(dout),
+            strides(dout),
+            delta.address()
+        )?;
+        let shared_bytes = WARPS * spec.dim as u32 * 4;
+        launch!(
+            self,
+            kernel(dtype, spec.dim, "attention_dq")?,
+            [rows as u32, 1, 1],
+            block,
+            shared_bytes,
+            device,
+            start(q),
+            strides(q),
+            start(k),
+            strides(k),
+            start(v),
+            strides(v),
+            start(dout),
+            strides(dout),
+            at(logsumexp),
+            delta.address(),
+            start(dq),
+            strides(dq)
+        )?;
+        let keys = spec.batch * spec.kv_heads * spec.keys;
+        launch!(
+            self,
+            kernel(dtype, spec.dim, "attention_dkv")?,
+            [keys as u32, 1, 1],
+            block,
+            shared_bytes,
+            device,
+            start(q),
+            strides(q),
+            start(k),
+            strides(k),
+            start(v),
+            strides(v),
+            start(dout),
+            strides(dout),
+            at(logsumexp),
+            delta.address(),
+            start(dk),
+            strides(dk),
+            start(dv),
+            strides(dv)
+        )
+    }
 
-pub(super) fn step(
-    backend: &CudaBackend,
-    spec: &AttentionSpec<'_>,
-    [q, k, v]: [&Heads<'_>; 3],
-    [keys, values]: [&Heads<'_>; 2],
-    place: &Tensor,
-    out: &Heads<'_>,
-) -> Result<()> {
-    let rows = spec.batch * spec.heads;
-    if rows == 0 {
-        return Ok(());
+    fn prefers_whole_sequences(&self, dtype: DType, dim: usize) -> bool {
+        cudnn_attention::knows(self, dtype, dim)
     }
-    launch!(
-        overlapping backend,
-        kernel(q.tensor.dtype(), spec.dim, "attention_step")?,
-        [rows as u32, 1, 1],
-        [32 * DECODING_WARPS, 1, 1],
-        joined_bytes(DECODING_WARPS, spec.dim),
-        device_spec(spec)?,
-        start(q),
-        strides(q),
-        start(k),
-        strides(k),
-        start(v),
-        strides(v),
-        start(keys),
-        strides(keys),
-        start(values),
-        strides(values),
-        at(place),
-        start(out),
-        strides(out)
-    )
-}
 
-pub(super) fn backward(
-    backend: &CudaBackend,
-    spec: &AttentionSpec<'_>,
-    [q, k, v, out, dout]: [&Heads<'_>; 5],
-    logsumexp: &Tensor,
-    [dq, dk, dv]: [&Heads<'_>; 3],
-) -> Result<()> {
-    let rows = spec.batch * spec.heads * spec.queries;
-    if rows == 0 {
-        return Ok(());
+    fn attention_step(
+        &self,
+        spec: &AttentionSpec<'_>,
+        new: [&Heads<'_>; 3],
+        caches: [HeadsOut<'_>; 2],
+        place: &Tensor,
+        out: HeadsOut<'_>,
+    ) -> Result<()> {
+        let caches = caches.map(HeadsOut::into_heads);
+        let [q, k, v] = new;
+        let [keys, values] = caches.each_ref();
+        let out = &out.into_heads();
+        let rows = spec.batch * spec.heads;
+        if rows == 0 {
+            return Ok(());
+        }
+        launch!(
+            overlapping self,
+            kernel(q.tensor.dtype(), spec.dim, "attention_step")?,
+            [rows as u32, 1, 1],
+            [32 * DECODING_WARPS, 1, 1],
+            joined_bytes(DECODING_WARPS, spec.dim),
+            device_spec(spec)?,
+            start(q),
+            strides(q),
+            start(k),
+            strides(k),
+            start(v),
+            strides(v),
+            start(keys),
+            strides(keys),
+            start(values),
+            strides(values),
+            at(place),
+            start(out),
+            strides(out)
+        )
     }
-    let (inputs, gradients) = ([q, k, v, out, dout], [dq, dk, dv]);
-    let own_comes_first = !cudnn_attention::is_faster_backward(backend, spec);
-    if own_comes_first && attention_backward::backward(backend, spec, inputs, logsumexp, gradients)? {
-        return Ok(());
-    }
-    if cudnn_attention::backward(backend, spec, inputs, logsumexp, gradients)? {
-        return Ok(());
-    }
-    let (device, dtype) = (device_spec(spec)?, q.tensor.dtype());
-    let delta = backend.scratch(rows * 4)?;
-    let block = [32 * WARPS, 1, 1];
-    launch!(
-        backend,
-        kernel(dtype, spec.dim, "attention_delta")?,
-        [rows.div_ceil(WARPS as usize) as u32, 1, 1],
-        block,
-        0,
-        device,
-        start(out),
-        strides(out),
-        start(dout),
-        strides(dout),
-        delta.address()
-    )?;
-    let shared_bytes = WARPS * spec.dim as u32 * 4;
-    launch!(
-        backend,
-        kernel(dtype, spec.dim, "attention_dq")?,
-        [rows as u32, 1, 1],
-        block,
-        shared_bytes,
-        device,
-        start(q),
-        strides(q),
-        start(k),
-        strides(k),
-        start(v),
-        strides(v),
-        start(dout),
-        strides(dout),
-        at(logsumexp),
-        delta.address(),
-        start(dq),
-        strides(dq)
-    )?;
-    let keys = spec.batch * spec.kv_heads * spec.keys;
-    launch!(
-        backend,
-        kernel(dtype, spec.dim, "attention_dkv")?,
-        [keys as u32, 1, 1],
-        block,
-        shared_bytes,
-        device,
-        start(q),
-        strides(q),
-        start(k),
-        strides(k),
-        start(v),
-        strides(v),
-        start(dout),
-        strides(dout),
-        at(logsumexp),
-        delta.address(),
-        start(dk),
-        strides(dk),
-        start(dv),
-        strides(dv)
-    )
-}
 
-pub(super) fn rotary(
-    backend: &CudaBackend,
-    heads: &Heads<'_>,
-    batch: usize,
-    tokens: usize,
-    head_count: usize,
-    cos: &Tensor,
-    sin: &Tensor,
-    interleaved: bool,
-    inverse: bool,
-) -> Result<()> {
-    let pairs = cos.shape().last();
-    let count = batch * tokens * head_count * pairs;
-    let per_sequence = i32::from(cos.numel() > tokens * pairs);
-    let sign = if inverse { -1.0f32 } else { 1.0 };
-    let by_eights = [pairs, heads.batch_stride, heads.token_stride, heads.head_stride];
-    if !interleaved && by_eights.iter().all(|size| size.is_multiple_of(8)) && start(heads).is_multiple_of(16)
-    {
-        return launch!(
-            backend,
-            kernel(heads.tensor.dtype(), 0, "rotary_halves")?,
-            backend.grid(count),
+    fn rotary(
+        &self,
+        heads: HeadsOut<'_>,
+        batch: usize,
+        tokens: usize,
+        head_count: usize,
+        cos: &Tensor,
+        sin: &Tensor,
+        interleaved: bool,
+        inverse: bool,
+    ) -> Result<()> {
+        let heads = &heads.into_heads();
+        let pairs = cos.shape().last();
+        let count = batch * tokens * head_count * pairs;
+        let per_sequence = i32::from(cos.numel() > tokens * pairs);
+        let sign = if inverse { -1.0f32 } else { 1.0 };
+        let by_eights = [pairs, heads.batch_stride, heads.token_stride, heads.head_stride];
+        if !interleaved
+            && by_eights.iter().all(|size| size.is_multiple_of(8))
+            && start(heads).is_multiple_of(16)
+        {
+            return launch!(
+                self,
+                kernel(heads.tensor.dtype(), 0, "rotary_halves")?,
+                self.grid(count),
+                [super::BLOCK, 1, 1],
+                0,
+                (count / 8) as u64,
+                tokens as u64,
+                head_count as u64,
+                pairs as u64,
+                start(heads),
+                strides(heads),
+                at(cos),
+                at(sin),
+                per_sequence,
+                sign
+            );
+        }
+        launch!(
+            self,
+            kernel(heads.tensor.dtype(), 0, "rotary")?,
+            self.grid_single(count),
             [super::BLOCK, 1, 1],
             0,
-            (count / 8) as u64,
+            count as u64,
             tokens as u64,
             head_count as u64,
             pairs as u64,
@@ -293,25 +326,13 @@ pub(super) fn rotary(
             at(cos),
             at(sin),
             per_sequence,
+            i32::from(interleaved),
             sign
-        );
+        )
     }
-    launch!(
-        backend,
-        kernel(heads.tensor.dtype(), 0, "rotary")?,
-        backend.grid_single(count),
-        [super::BLOCK, 1, 1],
-        0,
-        count as u64,
-        tokens as u64,
-        head_count as u64,
-        pairs as u64,
-        start(heads),
-        strides(heads),
-        at(cos),
-        at(sin),
-        per_sequence,
-        i32::from(interleaved),
-        sign
-    )
+}
+
+/// Shared memory of a block of [`forward`] or [`step`].
+fn joined_bytes(warps: u32, dim: usize) -> u32 {
+    warps * (dim as u32 + 2) * 4
 }

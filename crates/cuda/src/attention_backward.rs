@@ -11,6 +11,7 @@ use ferrospeed_tensor::backend::{AttentionSpec, Heads};
 use ferrospeed_tensor::{DType, Result, Tensor};
 
 use crate::attention::start;
+use crate::compile::Shared;
 use crate::cudnn_attention::strides;
 use crate::driver::failed;
 use crate::{CudaBackend, Kernel, Source, at, launch};
@@ -24,6 +25,8 @@ const DRIVER_VERSION: i32 = 12_000;
 const CHANNELS: [usize; 2] = [64, 128];
 /// Keys of a block of the device.
 const BLOCK_KEYS: usize = 128;
+/// Tiles that are under way.
+const STAGES: usize = 2;
 /// Threads of a block: one group of warps that copies and two that multiply.
 const THREADS: u32 = 384;
 /// Threads of the kernels before and after.
@@ -36,14 +39,22 @@ const fn block_queries(channels: usize) -> usize {
     if channels == 64 { 128 } else { 64 }
 }
 
-/// Shared memory of a block; matches the kernel.
+/// What the kernels are told of it.
+pub(super) const SHARED: Shared = &[
+    ("BLOCK_N", BLOCK_KEYS),
+    ("BLOCK_M_64", block_queries(64)),
+    ("BLOCK_M_128", block_queries(128)),
+    ("STAGES", STAGES),
+];
+
+/// Shared memory of a block, by what the kernel places there.
 const fn shared_bytes(channels: usize) -> usize {
     let rows = block_queries(channels);
     let keys_and_values = 2 * BLOCK_KEYS * channels * 2;
-    let queries_and_gradients = 2 * 2 * rows * channels * 2;
+    let queries_and_gradients = STAGES * 2 * rows * channels * 2;
     let score_gradients = 2 * rows * BLOCK_KEYS * 2;
     let sums = 2 * 64 * 64 * 4;
-    let numbers = 2 * 3 * rows * 4 + channels * 4;
+    let numbers = STAGES * 3 * rows * 4 + channels * 4;
     let barriers = 8 + 2 * 32;
     // Tiles begin at a multiple of 1,024.
     1024 + keys_and_values + queries_and_gradients + score_gradients + sums + numbers + barriers

@@ -16,6 +16,10 @@ use cudarc::nvrtc::{result as rtc, sys as rtc_sys};
 use ferrospeed_tensor::Result;
 
 use crate::driver::{Checked, Driver, failed};
+use crate::{
+    attention_backward, attention_pages, few_rows, gemm, grouped, integers, loss, packed, permute, some_rows,
+    table,
+};
 
 const COMMON: &str = include_str!("kernels/common.cuh");
 
@@ -77,6 +81,37 @@ impl Source {
             Source::Product => ("product.cu", include_str!("kernels/product.cu")),
             Source::Reduce => ("reduce.cu", include_str!("kernels/reduce.cu")),
             Source::Signs => ("signs.cu", include_str!("kernels/signs.cu")),
+        }
+    }
+}
+
+/// Numbers that a kernel file and what launches its kernels have in common: macros by their names.
+pub(crate) type Shared = &'static [(&'static str, usize)];
+
+impl Source {
+    const fn shared(self) -> Shared {
+        match self {
+            Source::AttentionBackward | Source::AttentionEnds => attention_backward::SHARED,
+            Source::AttentionPages => attention_pages::SHARED,
+            Source::FewRows => few_rows::SHARED,
+            Source::SomeRows => some_rows::SHARED,
+            Source::Grouped => grouped::SHARED,
+            Source::GroupedProduct => grouped::SHARED_PRODUCT,
+            Source::Integers => integers::SHARED,
+            Source::Loss => loss::SHARED,
+            Source::OneBit | Source::Optimizer | Source::Signs => table::SHARED,
+            Source::Packed => packed::SHARED,
+            Source::Permute => permute::SHARED,
+            Source::Product => gemm::SHARED,
+            Source::Attention
+            | Source::AttentionTiles
+            | Source::Cast
+            | Source::Elementwise
+            | Source::Embedding
+            | Source::Image
+            | Source::Move
+            | Source::Norm
+            | Source::Reduce => &[],
         }
     }
 }
@@ -145,6 +180,7 @@ impl Kernels {
         ];
         options
             .extend(defines.iter().filter(|define| !define.is_empty()).map(|define| format!("-D{define}")));
+        options.extend(source.shared().iter().map(|(name, value)| format!("-D{name}={value}")));
         let path = self.cache.as_ref().map(|folder| {
             let mut hasher = DefaultHasher::new();
             (COMMON, text, &options, env!("CARGO_PKG_VERSION"), compiler_version()).hash(&mut hasher);

@@ -1,11 +1,11 @@
 //! Elementwise kernels: `kernels/elementwise.cu`.
 
-use ferrospeed_tensor::backend::{Binary, RoutedRows, Unary};
+use ferrospeed_tensor::backend::{Binary, Broadcasts, Comparison, Pointwise, RoutedRows, Unary};
 use ferrospeed_tensor::random::RandomKey;
 use ferrospeed_tensor::shape::MAX_DIMS;
-use ferrospeed_tensor::{Activation, DType, Result, Shape, Tensor, TensorError};
+use ferrospeed_tensor::{Activation, DType, Out, Result, Shape, Tensor, TensorError};
 
-use crate::{BLOCK, CudaBackend, Kernel, Source, at, launch, real, reduce};
+use crate::{BLOCK, CudaBackend, KEPT_ACTIVATION_WIDTH, Kernel, Source, at, launch, layout, real, reduce};
 
 /// The result's sizes and each operand's strides seen from it. Matches `Broadcast` in the kernels.
 #[repr(C)]
@@ -126,87 +126,300 @@ pub(super) fn activation_backward_in_place(
     launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, before.numel() as u64, at(before), at(gradient), op)
 }
 
-/// In one pass where rows are whole packs, else in two.
-pub(super) fn activation_backward_sums(
-    backend: &CudaBackend,
-    activation: Activation,
-    before: &Tensor,
-    gradient: &Tensor,
-    rebuilds: bool,
-    sums: Option<&Tensor>,
-) -> Result<()> {
-    let (rows, width) = (gradient.shape().rows(), gradient.shape().last());
-    let wide = width.is_multiple_of(8) && (at(before) | at(gradient)).is_multiple_of(16);
-    let Some(sums) = sums.filter(|_| wide && gradient.numel() > 0) else {
-        if rebuilds {
-            activation_backward_in_place(backend, activation, before, gradient)?;
-        } else {
-            unary_backward(backend, Unary::Activation(activation), before, gradient, gradient)?;
+impl Pointwise for CudaBackend {
+    fn activation_backward(
+        &self,
+        activation: Activation,
+        x: &Tensor,
+        dy: &Tensor,
+        dx: Out<'_>,
+    ) -> Result<()> {
+        self.unary_backward(Unary::Activation(activation), x, dy, dx)
+    }
+
+    fn activation_backward_in_place(
+        &self,
+        activation: Activation,
+        before: Out<'_>,
+        gradient: Out<'_>,
+    ) -> Result<()> {
+        activation_backward_in_place(self, activation, before.into_tensor(), gradient.into_tensor())
+    }
+
+    fn kept_activation_width(&self) -> usize {
+        KEPT_ACTIVATION_WIDTH
+    }
+
+    /// In one pass where rows are whole packs, else in two.
+    fn activation_backward_sums(
+        &self,
+        activation: Activation,
+        before: Out<'_>,
+        gradient: Out<'_>,
+        rebuilds: bool,
+        sums: Option<Out<'_>>,
+    ) -> Result<()> {
+        let before = before.into_tensor();
+        let gradient = gradient.into_tensor();
+        let sums = sums.map(Out::into_tensor);
+        let (rows, width) = (gradient.shape().rows(), gradient.shape().last());
+        let wide = width.is_multiple_of(8) && (at(before) | at(gradient)).is_multiple_of(16);
+        let Some(sums) = sums.filter(|_| wide && gradient.numel() > 0) else {
+            if rebuilds {
+                activation_backward_in_place(self, activation, before, gradient)?;
+            } else {
+                unary_backward(self, Unary::Activation(activation), before, gradient, gradient)?;
+            }
+            return sums.map_or(Ok(()), |sums| reduce::sum_rows(self, gradient, sums));
+        };
+        let op = activation_number(activation);
+        let kernel = kernel("activation_backward", before.dtype(), "activation_backward_sums")?;
+        let tiles = reduce::Tiles::new(self, rows, width, 16);
+        let partial = self.scratch(tiles.slices * width * 4)?;
+        launch!(
+            overlapping self,
+            kernel,
+            tiles.grid(),
+            reduce::Tiles::BLOCK,
+            0,
+            rows as u64,
+            width as u64,
+            tiles.slice_rows as u64,
+            at(before),
+            at(gradient),
+            op,
+            i32::from(rebuilds),
+            partial.address()
+        )?;
+        reduce::finish_rows(self, tiles.slices, width, &[(partial.address(), sums)])
+    }
+
+    fn gated(&self, activation: Activation, gate: &Tensor, up: &Tensor, y: Out<'_>) -> Result<()> {
+        let y = y.into_tensor();
+        let op = activation_number(activation);
+        let kernel = kernel("gated", gate.dtype(), "gated")?;
+        let grid = self.grid(gate.numel());
+        launch!(self, kernel, grid, [BLOCK, 1, 1], 0, gate.numel() as u64, at(gate), at(up), at(y), op)
+    }
+
+    fn gated_backward_in_place(
+        &self,
+        activation: Activation,
+        gate: Out<'_>,
+        up: Out<'_>,
+        dy: Out<'_>,
+        rebuilds: bool,
+    ) -> Result<()> {
+        let gate = gate.into_tensor();
+        let up = up.into_tensor();
+        let dy = dy.into_tensor();
+        let op = activation_number(activation);
+        let kernel = kernel("gated_backward_in_place", gate.dtype(), "gated_backward_in_place")?;
+        let (grid, count) = (self.grid(gate.numel()), gate.numel() as u64);
+        launch!(
+            self,
+            kernel,
+            grid,
+            [BLOCK, 1, 1],
+            0,
+            count,
+            at(gate),
+            at(up),
+            at(dy),
+            op,
+            i32::from(rebuilds)
+        )
+    }
+
+    fn gated_backward(
+        &self,
+        activation: Activation,
+        gate: &Tensor,
+        up: &Tensor,
+        dy: &Tensor,
+        dgate: Out<'_>,
+        dup: Out<'_>,
+    ) -> Result<()> {
+        let dgate = dgate.into_tensor();
+        let dup = dup.into_tensor();
+        let op = activation_number(activation);
+        let kernel = kernel("gated_backward", gate.dtype(), "gated_backward")?;
+        let (grid, count) = (self.grid(gate.numel()), gate.numel() as u64);
+        launch!(self, kernel, grid, [BLOCK, 1, 1], 0, count, at(gate), at(up), at(dy), at(dgate), at(dup), op)
+    }
+
+    fn scale_in_place(&self, target: Out<'_>, factor: &Tensor) -> Result<()> {
+        let target = target.into_tensor();
+        layout::scale_by(self, target, factor, target)
+    }
+
+    fn scale_by(&self, source: &Tensor, factor: &Tensor, target: Out<'_>) -> Result<()> {
+        layout::scale_by(self, source, factor, target.into_tensor())
+    }
+
+    fn dropout(&self, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey) -> Result<()> {
+        let y = y.into_tensor();
+        let threshold = ferrospeed_tensor::random::drop_threshold(p);
+        let kernel = kernel("dropout", x.dtype(), "dropout")?;
+        let (grid, key) = (self.grid(x.numel()), DeviceKey::from(key));
+        let scale = 1.0 / (1.0 - p);
+        launch!(self, kernel, grid, [BLOCK, 1, 1], 0, x.numel() as u64, at(x), at(y), threshold, scale, key)
+    }
+
+    fn dropout_rows(&self, x: &Tensor, y: Out<'_>, p: f32, key: RandomKey, starts: &[u64]) -> Result<()> {
+        let y = y.into_tensor();
+        let starts: Vec<i64> = starts.iter().map(|&start| start as i64).collect();
+        let width = x.numel() / starts.len().max(1);
+        let starts = Tensor::from_slice(&starts, [starts.len()], x.device())?;
+        launch!(
+            self,
+            kernel("dropout_rows", x.dtype(), "dropout_rows")?,
+            self.grid_single(x.numel()),
+            [BLOCK, 1, 1],
+            0,
+            x.numel() as u64,
+            width as u64,
+            at(&starts),
+            at(x),
+            at(y),
+            ferrospeed_tensor::random::drop_threshold(p),
+            1.0 / (1.0 - p),
+            DeviceKey::from(key)
+        )
+    }
+
+    fn unary(&self, op: Unary, x: &Tensor, y: Out<'_>) -> Result<()> {
+        self.unary_into(op, x, y.into_tensor())
+    }
+
+    fn unary_in_place(&self, op: Unary, x: Out<'_>) -> Result<()> {
+        let x = x.into_tensor();
+        self.unary_into(op, x, x)
+    }
+
+    fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: Out<'_>) -> Result<()> {
+        unary_backward(self, op, x, dy, dx.into_tensor())
+    }
+
+    fn add_assign(&self, target: Out<'_>, source: &Tensor) -> Result<()> {
+        let target = target.into_tensor();
+        if target.shape() != source.shape() {
+            return Err(TensorError::ShapeMismatch {
+                op: "add_assign",
+                left: *target.shape(),
+                right: *source.shape(),
+            });
         }
-        return sums.map_or(Ok(()), |sums| reduce::sum_rows(backend, gradient, sums));
-    };
-    let op = activation_number(activation);
-    let kernel = kernel("activation_backward", before.dtype(), "activation_backward_sums")?;
-    let tiles = reduce::Tiles::new(backend, rows, width, 16);
-    let partial = backend.scratch(tiles.slices * width * 4)?;
-    launch!(
-        overlapping backend,
-        kernel,
-        tiles.grid(),
-        reduce::Tiles::BLOCK,
-        0,
-        rows as u64,
-        width as u64,
-        tiles.slice_rows as u64,
-        at(before),
-        at(gradient),
-        op,
-        i32::from(rebuilds),
-        partial.address()
-    )?;
-    reduce::finish_rows(backend, tiles.slices, width, &[(partial.address(), sums)])
+        let source_type = match source.dtype() {
+            DType::BF16 => "SOURCE=bf16",
+            DType::F16 => "SOURCE=f16",
+            _ => "SOURCE=float",
+        };
+        real("add_assign", source.dtype())?;
+        let defines = [real("add_assign", target.dtype())?, source_type, ""];
+        let kernel = Kernel { source: Source::Elementwise, defines, name: "add_assign" };
+        launch!(
+            self,
+            kernel,
+            self.grid(target.numel()),
+            [BLOCK, 1, 1],
+            0,
+            target.numel() as u64,
+            at(target),
+            at(source)
+        )
+    }
 }
 
-pub(super) fn gated(
-    backend: &CudaBackend,
-    activation: Activation,
-    gate: &Tensor,
-    up: &Tensor,
-    y: &Tensor,
-) -> Result<()> {
-    let op = activation_number(activation);
-    let kernel = kernel("gated", gate.dtype(), "gated")?;
-    let grid = backend.grid(gate.numel());
-    launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, gate.numel() as u64, at(gate), at(up), at(y), op)
-}
+impl Broadcasts for CudaBackend {
+    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
+        let y = y.into_tensor();
+        let op = match op {
+            Binary::Add => 0i32,
+            Binary::Sub => 1,
+            Binary::Mul => 2,
+            Binary::Div => 3,
+            Binary::Max => 4,
+            Binary::Min => 5,
+        };
+        let count = y.numel() as u64;
+        if a.shape() == y.shape() && b.shape() == y.shape() {
+            let kernel = kernel("binary", a.dtype(), "binary_same")?;
+            return launch!(
+                self,
+                kernel,
+                self.grid(y.numel()),
+                [BLOCK, 1, 1],
+                0,
+                count,
+                at(a),
+                at(b),
+                at(y),
+                op
+            );
+        }
+        if a.shape() == y.shape() && repeats(b.shape(), y.shape()) {
+            let kernel = kernel("binary", a.dtype(), "binary_repeat")?;
+            let (grid, period) = (self.grid(y.numel()), b.numel().max(1) as u64);
+            return launch!(self, kernel, grid, [BLOCK, 1, 1], 0, count, period, at(a), at(b), at(y), op);
+        }
+        let shape = Broadcast::new(y.shape(), &[a.shape(), b.shape()]);
+        let kernel = kernel("binary", a.dtype(), "binary_broadcast")?;
+        let grid = self.grid_single(y.numel());
+        launch!(self, kernel, grid, [BLOCK, 1, 1], 0, count, at(a), at(b), at(y), op, shape)
+    }
 
-pub(super) fn gated_backward(
-    backend: &CudaBackend,
-    activation: Activation,
-    gate: &Tensor,
-    up: &Tensor,
-    dy: &Tensor,
-    dgate: &Tensor,
-    dup: &Tensor,
-) -> Result<()> {
-    let op = activation_number(activation);
-    let kernel = kernel("gated_backward", gate.dtype(), "gated_backward")?;
-    let (grid, count) = (backend.grid(gate.numel()), gate.numel() as u64);
-    launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, count, at(gate), at(up), at(dy), at(dgate), at(dup), op)
-}
+    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
+        let y = y.into_tensor();
+        let op = match op {
+            Comparison::Equal => 0i32,
+            Comparison::Less => 1,
+            Comparison::LessEqual => 2,
+        };
+        // Floats compare as floats, integers exactly.
+        let defines = match a.dtype() {
+            DType::I64 => ["REAL=i64", "INDEX=i64", "EXACT"],
+            DType::I32 => ["REAL=int", "INDEX=i64", "EXACT"],
+            DType::U8 | DType::Bool => ["REAL=u8", "INDEX=i64", "EXACT"],
+            dtype => [real("compare", dtype)?, "INDEX=i64", ""],
+        };
+        let kernel = Kernel { source: Source::Move, defines, name: "compare" };
+        let shape = Broadcast::new(y.shape(), &[a.shape(), b.shape()]);
+        let grid = self.grid_single(y.numel());
+        launch!(self, kernel, grid, [BLOCK, 1, 1], 0, y.numel() as u64, at(a), at(b), at(y), op, shape)
+    }
 
-pub(super) fn gated_backward_in_place(
-    backend: &CudaBackend,
-    activation: Activation,
-    gate: &Tensor,
-    up: &Tensor,
-    dy: &Tensor,
-    rebuilds: bool,
-) -> Result<()> {
-    let op = activation_number(activation);
-    let kernel = kernel("gated_backward_in_place", gate.dtype(), "gated_backward_in_place")?;
-    let (grid, count) = (backend.grid(gate.numel()), gate.numel() as u64);
-    launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, count, at(gate), at(up), at(dy), op, i32::from(rebuilds))
+    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()> {
+        let y = y.into_tensor();
+        let shape = Broadcast::new(y.shape(), &[condition.shape(), a.shape(), b.shape()]);
+        let kernel = kernel("select", a.dtype(), "select_broadcast")?;
+        let (grid, count) = (self.grid_single(y.numel()), y.numel() as u64);
+        launch!(self, kernel, grid, [BLOCK, 1, 1], 0, count, at(condition), at(a), at(b), at(y), shape)
+    }
+
+    fn sum_to(&self, x: &Tensor, y: Out<'_>) -> Result<()> {
+        let y = y.into_tensor();
+        let missing = x.shape().dims() - y.shape().dims();
+        let strides = x.shape().strides();
+        let is_kept = |dim: usize| dim >= missing && y.shape()[dim - missing] == x.shape()[dim];
+        let list = |kept: bool| -> (Vec<usize>, Vec<usize>) {
+            (0..x.shape().dims())
+                .filter(|&dim| is_kept(dim) == kept)
+                .map(|dim| (x.shape()[dim], strides[dim]))
+                .unzip()
+        };
+        let (kept, summed) = (list(true), list(false));
+        let repeats = summed.0.iter().product::<usize>();
+        let is_leading = (1..x.shape().dims()).all(|dim| is_kept(dim) || !is_kept(dim - 1));
+        if is_leading && y.numel() > 0 {
+            return reduce::sum_rows(self, &x.view([repeats, y.numel()])?, &y.view([y.numel()])?);
+        }
+        let repeats = repeats as u64;
+        let (own, summed) = (Broadcast::strided(&kept.0, &kept.1), Broadcast::strided(&summed.0, &summed.1));
+        let kernel = kernel("sum_to", x.dtype(), "sum_to")?;
+        let grid = self.grid_single(y.numel());
+        launch!(self, kernel, grid, [BLOCK, 1, 1], 0, y.numel() as u64, repeats, at(x), at(y), own, summed)
+    }
 }
 
 pub(super) fn weighted_gated_backward(
@@ -241,144 +454,8 @@ pub(super) fn weighted_gated_backward(
     )
 }
 
-pub(super) fn add_assign(backend: &CudaBackend, target: &Tensor, source: &Tensor) -> Result<()> {
-    if target.shape() != source.shape() {
-        return Err(TensorError::ShapeMismatch {
-            op: "add_assign",
-            left: *target.shape(),
-            right: *source.shape(),
-        });
-    }
-    let source_type = match source.dtype() {
-        DType::BF16 => "SOURCE=bf16",
-        DType::F16 => "SOURCE=f16",
-        _ => "SOURCE=float",
-    };
-    real("add_assign", source.dtype())?;
-    let defines = [real("add_assign", target.dtype())?, source_type, ""];
-    let kernel = Kernel { source: Source::Elementwise, defines, name: "add_assign" };
-    launch!(
-        backend,
-        kernel,
-        backend.grid(target.numel()),
-        [BLOCK, 1, 1],
-        0,
-        target.numel() as u64,
-        at(target),
-        at(source)
-    )
-}
-
-pub(super) fn dropout(backend: &CudaBackend, x: &Tensor, y: &Tensor, p: f32, key: RandomKey) -> Result<()> {
-    let threshold = ferrospeed_tensor::random::drop_threshold(p);
-    let kernel = kernel("dropout", x.dtype(), "dropout")?;
-    let (grid, key) = (backend.grid(x.numel()), DeviceKey::from(key));
-    let scale = 1.0 / (1.0 - p);
-    launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, x.numel() as u64, at(x), at(y), threshold, scale, key)
-}
-
-pub(super) fn dropout_rows(
-    backend: &CudaBackend,
-    x: &Tensor,
-    y: &Tensor,
-    p: f32,
-    key: RandomKey,
-    starts: &[u64],
-) -> Result<()> {
-    let starts: Vec<i64> = starts.iter().map(|&start| start as i64).collect();
-    let width = x.numel() / starts.len().max(1);
-    let starts = Tensor::from_slice(&starts, [starts.len()], x.device())?;
-    launch!(
-        backend,
-        kernel("dropout_rows", x.dtype(), "dropout_rows")?,
-        backend.grid_single(x.numel()),
-        [BLOCK, 1, 1],
-        0,
-        x.numel() as u64,
-        width as u64,
-        at(&starts),
-        at(x),
-        at(y),
-        ferrospeed_tensor::random::drop_threshold(p),
-        1.0 / (1.0 - p),
-        DeviceKey::from(key)
-    )
-}
-
-pub(super) fn binary(backend: &CudaBackend, op: Binary, a: &Tensor, b: &Tensor, y: &Tensor) -> Result<()> {
-    let op = match op {
-        Binary::Add => 0i32,
-        Binary::Sub => 1,
-        Binary::Mul => 2,
-        Binary::Div => 3,
-        Binary::Max => 4,
-        Binary::Min => 5,
-    };
-    let count = y.numel() as u64;
-    if a.shape() == y.shape() && b.shape() == y.shape() {
-        let kernel = kernel("binary", a.dtype(), "binary_same")?;
-        return launch!(
-            backend,
-            kernel,
-            backend.grid(y.numel()),
-            [BLOCK, 1, 1],
-            0,
-            count,
-            at(a),
-            at(b),
-            at(y),
-            op
-        );
-    }
-    if a.shape() == y.shape() && repeats(b.shape(), y.shape()) {
-        let kernel = kernel("binary", a.dtype(), "binary_repeat")?;
-        let (grid, period) = (backend.grid(y.numel()), b.numel().max(1) as u64);
-        return launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, count, period, at(a), at(b), at(y), op);
-    }
-    let shape = Broadcast::new(y.shape(), &[a.shape(), b.shape()]);
-    let kernel = kernel("binary", a.dtype(), "binary_broadcast")?;
-    let grid = backend.grid_single(y.numel());
-    launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, count, at(a), at(b), at(y), op, shape)
-}
-
 /// Whether a tensor is repeated whole to fill `target`: its sizes are the target's last ones, behind ones.
 fn repeats(own: &Shape, target: &Shape) -> bool {
     let sizes: Vec<usize> = own.sizes().iter().copied().skip_while(|&size| size == 1).collect();
     target.sizes().ends_with(&sizes)
-}
-
-pub(super) fn select(
-    backend: &CudaBackend,
-    condition: &Tensor,
-    a: &Tensor,
-    b: &Tensor,
-    y: &Tensor,
-) -> Result<()> {
-    let shape = Broadcast::new(y.shape(), &[condition.shape(), a.shape(), b.shape()]);
-    let kernel = kernel("select", a.dtype(), "select_broadcast")?;
-    let (grid, count) = (backend.grid_single(y.numel()), y.numel() as u64);
-    launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, count, at(condition), at(a), at(b), at(y), shape)
-}
-
-pub(super) fn sum_to(backend: &CudaBackend, x: &Tensor, y: &Tensor) -> Result<()> {
-    let missing = x.shape().dims() - y.shape().dims();
-    let strides = x.shape().strides();
-    let is_kept = |dim: usize| dim >= missing && y.shape()[dim - missing] == x.shape()[dim];
-    let list = |kept: bool| -> (Vec<usize>, Vec<usize>) {
-        (0..x.shape().dims())
-            .filter(|&dim| is_kept(dim) == kept)
-            .map(|dim| (x.shape()[dim], strides[dim]))
-            .unzip()
-    };
-    let (kept, summed) = (list(true), list(false));
-    let repeats = summed.0.iter().product::<usize>();
-    let is_leading = (1..x.shape().dims()).all(|dim| is_kept(dim) || !is_kept(dim - 1));
-    if is_leading && y.numel() > 0 {
-        return reduce::sum_rows(backend, &x.view([repeats, y.numel()])?, &y.view([y.numel()])?);
-    }
-    let repeats = repeats as u64;
-    let (own, summed) = (Broadcast::strided(&kept.0, &kept.1), Broadcast::strided(&summed.0, &summed.1));
-    let kernel = kernel("sum_to", x.dtype(), "sum_to")?;
-    let grid = backend.grid_single(y.numel());
-    launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, y.numel() as u64, repeats, at(x), at(y), own, summed)
 }

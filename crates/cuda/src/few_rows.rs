@@ -1,27 +1,44 @@
 //! Products of few rows with what stands before and behind them, as one kernel (`kernels/few_rows.cu`), for types of 16 bits. Where
 //! there are more than it takes, the norm is a kernel of its own, and [`some_rows`] does the rest.
 
-use ferrospeed_tensor::backend::{FewRows, FewRowsWeight};
-use ferrospeed_tensor::{Activation, DType, NormKind, Result, Tensor};
+use ferrospeed_tensor::backend::{FewRows, FewRowsProducts, FewRowsWeight};
+use ferrospeed_tensor::{Activation, DType, NormKind, PackedBits, Result, Tensor};
 
+use crate::compile::Shared;
 use crate::elementwise::activation_number;
-use crate::{CudaBackend, Kernel, Source, at, at_option, at_out, launch, norm, real, some_rows};
+use crate::{CudaBackend, Kernel, Source, at, at_option, at_out, launch, norm, packed, real, some_rows};
 
 const OP: &str = "few_rows";
 /// Rows that the kernel takes, and what it is compiled with for them: with more, reading them would take longer than reading weights.
 const TILES: [(usize, &str); 2] = [(8, "TILES=1"), (16, "TILES=2")];
-/// Weights that one launch multiplies the same rows with. Matches `Sides` in the kernel.
+/// Weights that one launch multiplies the same rows with.
 pub(super) const MOST_SIDES: usize = 3;
 /// The most rows that this kernel takes.
 pub(super) const MOST_ROWS: usize = TILES[TILES.len() - 1].0;
 /// From where on a device brings weights to shared memory by itself.
 const CAPABILITY: (i32, i32) = (9, 0);
-/// Threads of a block, and its stages in shared memory: sixteen rows of values and a gap. Match the kernel.
-const THREADS: u32 = 288;
+/// Warps of a block that multiply,
+const WARPS: u32 = 8;
+/// and its threads: one more warp brings the weights.
+const THREADS: u32 = 32 * (WARPS + 1);
+/// By the number of tiles, inputs of a stage and stages that are under way: as many as registers and shared memory have room for, for
+/// two blocks.
+const PARTS: [u32; 2] = [1024, 512];
+const STAGES: [u32; 2] = [2, 4];
+/// What the kernel is told of it.
+pub(super) const SHARED: Shared = &[
+    ("MOST_SIDES", MOST_SIDES),
+    ("WARPS", WARPS as usize),
+    ("PART_1", PARTS[0] as usize),
+    ("PART_2", PARTS[1] as usize),
+    ("STAGES_1", STAGES[0] as usize),
+    ("STAGES_2", STAGES[1] as usize),
+];
+/// Shared memory of a stage: sixteen rows of values and a gap.
 const fn stage_bytes(part: u32) -> u32 {
     16 * (2 * part + 64)
 }
-const SHARED_BYTES: [u32; 2] = [2 * stage_bytes(1024), 4 * stage_bytes(512)];
+const SHARED_BYTES: [u32; 2] = [STAGES[0] * stage_bytes(PARTS[0]), STAGES[1] * stage_bytes(PARTS[1])];
 /// Outputs of a tile; of a gated pair, of both together.
 const TILE_OUTPUTS: usize = 16;
 
@@ -200,4 +217,17 @@ fn normed(backend: &CudaBackend, x: &Tensor, gain: &Tensor, eps: f32) -> Result<
     let [mean, rstd] = [(); 2].map(|()| Tensor::empty([x.shape().rows()], DType::F32, x.device()));
     norm::norm(backend, NormKind::Rms, eps, x, None, Some(gain), None, &y, &mean?, &rstd?)?;
     Ok(y)
+}
+
+impl FewRowsProducts for CudaBackend {
+    fn most_few_rows(&self, dtype: DType, normed: bool, bits: Option<PackedBits>) -> usize {
+        match bits {
+            None => most_rows(self, dtype, normed),
+            Some(bits) => packed::most_rows(self, dtype, bits),
+        }
+    }
+
+    fn few_rows(&self, step: FewRows<'_>) -> Result<bool> {
+        Ok(few_rows(self, &step)? || packed::few_rows(self, &step)?)
+    }
 }

@@ -11,14 +11,14 @@ use std::ffi::c_void;
 use std::sync::Mutex;
 
 use cudarc::cublaslt::{result as lt, sys};
-use ferrospeed_tensor::backend::{Gemm, Matrix, Unary};
+use ferrospeed_tensor::backend::{Gemm, Matrix, Products, Unary};
 use ferrospeed_tensor::{DType, Result, TensorError};
 use few::by_own_kernel;
 
 use crate::driver::failed;
-use crate::{CudaBackend, at_option, written};
+use crate::{CudaBackend, at_option, few_rows, written};
 
-pub(super) use few::{FEW_ROWS, JOINED_ROWS, gemms};
+pub(super) use few::{FEW_ROWS, JOINED_ROWS, SHARED, gemms};
 
 const OP: &str = "matrix product";
 /// What Hopper's kernels want for splitting sums.
@@ -49,7 +49,7 @@ struct Plan {
 }
 
 /// cuBLASLt on one device.
-pub(crate) struct Products {
+pub(crate) struct CublasLt {
     handle: sys::cublasLtHandle_t,
     workspace: u64,
     /// `None` where the library has no kernel.
@@ -57,17 +57,17 @@ pub(crate) struct Products {
 }
 
 // SAFETY: the handle may be used from any thread; plans are only used under the lock.
-unsafe impl Send for Products {}
+unsafe impl Send for CublasLt {}
 // SAFETY: as above.
-unsafe impl Sync for Products {}
+unsafe impl Sync for CublasLt {}
 
-impl Products {
-    pub(crate) fn new() -> Result<Products> {
+impl CublasLt {
+    pub(crate) fn new() -> Result<CublasLt> {
         let handle = lt::create_handle().map_err(|error| failed("open cuBLASLt", format!("{error:?}")))?;
         // SAFETY: a plain allocation; the backend gives it back.
         let workspace = unsafe { cudarc::driver::result::malloc_sync(WORKSPACE_BYTES) }
             .map_err(|error| failed("open cuBLASLt", format!("{error:?}")))?;
-        Ok(Products { handle, workspace, plans: Mutex::default() })
+        Ok(CublasLt { handle, workspace, plans: Mutex::default() })
     }
 
     /// The address of the memory that products may use.
@@ -94,7 +94,7 @@ fn alignment(address: u64) -> usize {
     1 << address.trailing_zeros().min(8)
 }
 
-pub(crate) fn gemm(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<()> {
+pub(crate) fn product(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<()> {
     if gemm.m == 0 || gemm.n == 0 || gemm.batch == 0 {
         return Ok(());
     }
@@ -340,5 +340,21 @@ trait AsBytes {
 impl<T: Copy> AsBytes for T {
     fn parts(&self) -> (*const c_void, usize) {
         (std::ptr::from_ref(self).cast(), size_of::<T>())
+    }
+}
+
+impl Products for CudaBackend {
+    fn gemm(&self, gemm: Gemm<'_>) -> Result<()> {
+        product(self, &gemm)
+    }
+
+    fn joined_rows(&self) -> Option<[usize; 2]> {
+        // Our own kernels take up to so many rows with weights side by side.
+        let own = few_rows::most_rows(self, DType::BF16, false).max(FEW_ROWS);
+        Some([own, JOINED_ROWS])
+    }
+
+    fn gemms(&self, products: Vec<Gemm<'_>>) -> Result<()> {
+        gemms(self, &products)
     }
 }

@@ -1,7 +1,7 @@
 //! Images: `kernels/image.cu`.
 
-use ferrospeed_tensor::backend::Window2d;
-use ferrospeed_tensor::{DType, Result, Shape, Tensor};
+use ferrospeed_tensor::backend::{Images, Window2d};
+use ferrospeed_tensor::{DType, Out, Result, Shape, Tensor};
 
 use crate::{BLOCK, CudaBackend, Kernel, Source, at, launch, real};
 
@@ -31,50 +31,40 @@ fn kernel(op: &'static str, dtype: DType, name: &'static str) -> Result<Kernel> 
     Ok(Kernel { source: Source::Image, defines: [real(op, dtype)?, "", ""], name })
 }
 
-pub(super) fn image_to_columns(
-    backend: &CudaBackend,
-    x: &Tensor,
-    window: &Window2d,
-    columns: &Tensor,
-) -> Result<()> {
-    const OP: &str = "image_to_columns";
-    let window = device_window(OP, window, x.shape())?;
-    let (grid, count) = (backend.grid_single(columns.numel()), columns.numel() as u64);
-    launch!(backend, kernel(OP, x.dtype(), OP)?, grid, [BLOCK, 1, 1], 0, count, at(x), at(columns), window)
-}
+impl Images for CudaBackend {
+    fn image_to_columns(&self, x: &Tensor, window: &Window2d, columns: Out<'_>) -> Result<()> {
+        let columns = columns.into_tensor();
+        const OP: &str = "image_to_columns";
+        let window = device_window(OP, window, x.shape())?;
+        let (grid, count) = (self.grid_single(columns.numel()), columns.numel() as u64);
+        launch!(self, kernel(OP, x.dtype(), OP)?, grid, [BLOCK, 1, 1], 0, count, at(x), at(columns), window)
+    }
 
-pub(super) fn columns_to_image(
-    backend: &CudaBackend,
-    columns: &Tensor,
-    window: &Window2d,
-    x: &Tensor,
-) -> Result<()> {
-    const OP: &str = "columns_to_image";
-    let window = device_window(OP, window, x.shape())?;
-    let (grid, count) = (backend.grid_single(x.numel()), x.numel() as u64);
-    launch!(backend, kernel(OP, x.dtype(), OP)?, grid, [BLOCK, 1, 1], 0, count, at(columns), at(x), window)
-}
+    fn columns_to_image(&self, columns: &Tensor, window: &Window2d, x: Out<'_>) -> Result<()> {
+        let x = x.into_tensor();
+        const OP: &str = "columns_to_image";
+        let window = device_window(OP, window, x.shape())?;
+        let (grid, count) = (self.grid_single(x.numel()), x.numel() as u64);
+        launch!(self, kernel(OP, x.dtype(), OP)?, grid, [BLOCK, 1, 1], 0, count, at(columns), at(x), window)
+    }
 
-pub(super) fn max_pool2d(
-    backend: &CudaBackend,
-    x: &Tensor,
-    window: &Window2d,
-    y: &Tensor,
-    indices: &Tensor,
-) -> Result<()> {
-    const OP: &str = "max_pool2d";
-    let window = device_window(OP, window, x.shape())?;
-    let (grid, count) = (backend.grid_single(y.numel()), y.numel() as u64);
-    launch!(
-        backend,
-        kernel(OP, x.dtype(), "max_pool")?,
-        grid,
-        [BLOCK, 1, 1],
-        0,
-        count,
-        at(x),
-        at(y),
-        at(indices),
-        window
-    )
+    fn max_pool2d(&self, x: &Tensor, window: &Window2d, y: Out<'_>, indices: Out<'_>) -> Result<()> {
+        let y = y.into_tensor();
+        let indices = indices.into_tensor();
+        const OP: &str = "max_pool2d";
+        let window = device_window(OP, window, x.shape())?;
+        let (grid, count) = (self.grid_single(y.numel()), y.numel() as u64);
+        launch!(
+            self,
+            kernel(OP, x.dtype(), "max_pool")?,
+            grid,
+            [BLOCK, 1, 1],
+            0,
+            count,
+            at(x),
+            at(y),
+            at(indices),
+            window
+        )
+    }
 }

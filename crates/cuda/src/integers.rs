@@ -4,6 +4,7 @@ use ferrospeed_tensor::backend::{Integers, RunForm, Runs};
 use ferrospeed_tensor::quantize::Bits;
 use ferrospeed_tensor::{DType, Out, Result, Tensor, TensorError};
 
+use crate::compile::Shared;
 use crate::{CudaBackend, Kernel, Source, at, at_out, launch, real};
 
 /// Values that a warp takes at a time, eight by each of its threads.
@@ -11,6 +12,8 @@ const PER_WARP: usize = 256;
 /// Times that it does so in a group, at most; longer groups are two warps'.
 const MOST_HELD: usize = 4;
 const THREADS: u32 = 256;
+/// What the kernels are told of it.
+pub(super) const SHARED: Shared = &[("PER_WARP", PER_WARP), ("MOST_HELD", MOST_HELD)];
 
 /// What a form is compiled with, and values of a group; `None` where the kernels do not take it.
 fn compiled(form: RunForm) -> Option<([&'static str; 2], usize)> {

@@ -1,11 +1,10 @@
 //! Kernels that move elements: `kernels/move.cu`, `cast.cu`, `embedding.cu`.
 
-use ferrospeed_tensor::backend::Comparison;
+use ferrospeed_tensor::backend::Rows;
 use ferrospeed_tensor::dtype::Float;
 use ferrospeed_tensor::moves::Axis;
-use ferrospeed_tensor::{DType, Result, Tensor, TensorError};
+use ferrospeed_tensor::{DType, Out, Result, Tensor, TensorError};
 
-use crate::elementwise::Broadcast;
 use crate::{BLOCK, CudaBackend, Kernel, Source, at, index_type, launch, op_number, permute, real};
 
 /// A type of this many bytes, for kernels that only move.
@@ -100,45 +99,247 @@ pub(super) fn scale_by(
     launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, count, at(source), at(factor), at(target))
 }
 
-pub(super) fn compare(
-    backend: &CudaBackend,
-    op: Comparison,
-    a: &Tensor,
-    b: &Tensor,
-    y: &Tensor,
-) -> Result<()> {
-    let op = match op {
-        Comparison::Equal => 0i32,
-        Comparison::Less => 1,
-        Comparison::LessEqual => 2,
-    };
-    // Floats compare as floats, integers exactly.
-    let defines = match a.dtype() {
-        DType::I64 => ["REAL=i64", "INDEX=i64", "EXACT"],
-        DType::I32 => ["REAL=int", "INDEX=i64", "EXACT"],
-        DType::U8 | DType::Bool => ["REAL=u8", "INDEX=i64", "EXACT"],
-        dtype => [real("compare", dtype)?, "INDEX=i64", ""],
-    };
-    let kernel = Kernel { source: Source::Move, defines, name: "compare" };
-    let shape = Broadcast::new(y.shape(), &[a.shape(), b.shape()]);
-    let grid = backend.grid_single(y.numel());
-    launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, y.numel() as u64, at(a), at(b), at(y), op, shape)
-}
-
-pub(super) fn copy_blocks(
-    backend: &CudaBackend,
-    (source, source_offset, source_stride): (&Tensor, usize, usize),
-    (target, target_offset, target_stride): (&Tensor, usize, usize),
-    rows: usize,
-    width: usize,
-) -> Result<()> {
-    let size = source.dtype().size_bytes();
-    let (from, to) = (at(source) + (source_offset * size) as u64, at(target) + (target_offset * size) as u64);
-    if rows == 1 || (source_stride == width && target_stride == width) {
-        return backend.copy_bytes(from, to, rows * width * size);
+impl Rows for CudaBackend {
+    fn split_columns(&self, x: &Tensor, parts: Vec<Out<'_>>) -> Result<()> {
+        let parts: Vec<&Tensor> = parts.into_iter().map(Out::into_tensor).collect();
+        let parts = &parts;
+        let size = x.dtype().size_bytes();
+        let (rows, stride) = (x.shape().rows(), x.shape().last());
+        if parts.len() > 3 {
+            return Err(TensorError::argument("split_columns", "rows are taken apart in up to three"));
+        }
+        let mut all = Parts { at: [0; 3], width: [0; 3] };
+        // The widest word that divides all distances.
+        let mut everything = at(x);
+        for part in parts {
+            everything |= at(part) | (part.shape().last() * size) as u64;
+        }
+        let bytes = (1usize << everything.trailing_zeros().min(3)).max(size);
+        for (index, part) in parts.iter().enumerate() {
+            (all.at[index], all.width[index]) = (at(part), (part.shape().last() * size / bytes) as u64);
+        }
+        let kernel = Kernel {
+            source: Source::Move,
+            defines: [word(bytes), "INDEX=i64", "EXACT"],
+            name: "split_columns",
+        };
+        let grid = self.grid_single(rows * stride * size / bytes);
+        launch!(self, kernel, grid, [BLOCK, 1, 1], 0, rows as u64, at(x), all)
     }
-    let rows = Axis { size: rows, from: source_stride, to: target_stride };
-    permute::move_words(backend, [from, to], size, &[rows, Axis { size: width, from: 1, to: 1 }])
+
+    fn embedding(&self, table: &Tensor, ids: &Tensor, out: Out<'_>) -> Result<()> {
+        let out = out.into_tensor();
+        const OP: &str = "embedding";
+        if ids.numel() == 0 {
+            return Ok(());
+        }
+        let (limit, width) = (table.shape()[0], table.shape().last());
+        let kernel = adder(OP, table.dtype(), ids.dtype(), OP)?;
+        launch!(
+            self,
+            kernel,
+            [ids.numel() as u32, 1, 1],
+            [row_threads(width), 1, 1],
+            0,
+            width as u64,
+            limit as u64,
+            at(table),
+            at(ids),
+            at(out),
+            op_number(OP),
+            self.fault
+        )
+    }
+
+    fn embedding_backward(&self, ids: &Tensor, dout: &Tensor, dtable: Out<'_>) -> Result<()> {
+        let dtable = dtable.into_tensor();
+        const OP: &str = "embedding";
+        let (limit, width, count) = (dtable.shape()[0], dtable.shape().last(), ids.numel());
+        if limit == 0 {
+            return Ok(());
+        }
+        // counts, starts, next: one word per row; bucket, sorted: one per position.
+        let words = self.scratch((3 * limit + 2 * count) * 4)?;
+        let place = |start: usize| words.address() + (start * 4) as u64;
+        let (counts, starts, next) = (place(0), place(limit), place(2 * limit));
+        let (bucket, sorted) = (place(3 * limit), place(3 * limit + count));
+        self.zero_bytes(counts, limit * 4)?;
+        let kernel = |name| adder(OP, dout.dtype(), ids.dtype(), name);
+        let (n, rows) = (count as u64, limit as u64);
+        let (grid, block) = (self.grid_single(count), [BLOCK, 1, 1]);
+        launch!(
+            self,
+            kernel("count_ids")?,
+            grid,
+            block,
+            0,
+            n,
+            rows,
+            at(ids),
+            counts,
+            op_number(OP),
+            self.fault
+        )?;
+        launch!(self, kernel("scan_counts")?, [1, 1, 1], [1024, 1, 1], 0, rows, counts, starts, next)?;
+        launch!(self, kernel("drop_positions")?, grid, block, 0, n, rows, at(ids), next, bucket)?;
+        launch!(
+            self,
+            kernel("rank_positions")?,
+            grid,
+            block,
+            0,
+            n,
+            rows,
+            at(ids),
+            counts,
+            starts,
+            bucket,
+            sorted
+        )?;
+        launch!(
+            self,
+            kernel("add_rows")?,
+            [limit as u32, 1, 1],
+            [row_threads(width), 1, 1],
+            0,
+            width as u64,
+            counts,
+            starts,
+            sorted,
+            at(dout),
+            at(dtable)
+        )
+    }
+
+    fn copy_blocks(
+        &self,
+        source: &Tensor,
+        source_offset: usize,
+        source_stride: usize,
+        target: Out<'_>,
+        target_offset: usize,
+        target_stride: usize,
+        rows: usize,
+        width: usize,
+    ) -> Result<()> {
+        let (from, to) =
+            ((source, source_offset, source_stride), (target.into_tensor(), target_offset, target_stride));
+        let (source, source_offset, source_stride) = from;
+        let (target, target_offset, target_stride) = to;
+        let size = source.dtype().size_bytes();
+        let (from, to) =
+            (at(source) + (source_offset * size) as u64, at(target) + (target_offset * size) as u64);
+        if rows == 1 || (source_stride == width && target_stride == width) {
+            return self.copy_bytes(from, to, rows * width * size);
+        }
+        let rows = Axis { size: rows, from: source_stride, to: target_stride };
+        permute::move_words(self, [from, to], size, &[rows, Axis { size: width, from: 1, to: 1 }])
+    }
+
+    fn index_select(
+        &self,
+        x: &Tensor,
+        indices: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        y: Out<'_>,
+    ) -> Result<()> {
+        let y = y.into_tensor();
+        const OP: &str = "index_select";
+        let (picked, count) = (indices.numel(), outer * indices.numel() * inner);
+        let kernel = mover(x.dtype(), index_type(OP, indices.dtype())?, OP);
+        launch!(
+            self,
+            kernel,
+            self.grid_single(count),
+            [BLOCK, 1, 1],
+            0,
+            count as u64,
+            at(x),
+            at(indices),
+            picked as u64,
+            size as u64,
+            inner as u64,
+            at(y),
+            op_number(OP),
+            self.fault
+        )
+    }
+
+    fn index_add(
+        &self,
+        dy: &Tensor,
+        indices: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        dx: Out<'_>,
+    ) -> Result<()> {
+        let dx = dx.into_tensor();
+        const OP: &str = "index_add";
+        let count = outer * size * inner;
+        let kernel = adder(OP, dy.dtype(), indices.dtype(), OP)?;
+        launch!(
+            self,
+            kernel,
+            self.grid_single(count),
+            [BLOCK, 1, 1],
+            0,
+            count as u64,
+            at(dy),
+            at(indices),
+            indices.numel() as u64,
+            size as u64,
+            inner as u64,
+            at(dx),
+            op_number(OP),
+            self.fault
+        )
+    }
+
+    fn gather(&self, x: &Tensor, indices: &Tensor, y: Out<'_>) -> Result<()> {
+        let y = y.into_tensor();
+        const OP: &str = "gather";
+        let (picked, width) = (indices.shape().last() as u64, x.shape().last() as u64);
+        let kernel = mover(x.dtype(), index_type(OP, indices.dtype())?, OP);
+        launch!(
+            self,
+            kernel,
+            self.grid_single(y.numel()),
+            [BLOCK, 1, 1],
+            0,
+            y.numel() as u64,
+            at(x),
+            at(indices),
+            picked,
+            width,
+            at(y),
+            op_number(OP),
+            self.fault
+        )
+    }
+
+    fn scatter_add(&self, dy: &Tensor, indices: &Tensor, dx: Out<'_>) -> Result<()> {
+        let dx = dx.into_tensor();
+        let (picked, width) = (indices.shape().last() as u64, dx.shape().last() as u64);
+        let kernel = adder("gather", dy.dtype(), indices.dtype(), "scatter_add")?;
+        launch!(
+            self,
+            kernel,
+            self.grid_single(dx.numel()),
+            [BLOCK, 1, 1],
+            0,
+            dx.numel() as u64,
+            at(dy),
+            at(indices),
+            picked,
+            width,
+            at(dx),
+            op_number("gather"),
+            self.fault
+        )
+    }
 }
 
 /// Matches `Parts` in the kernels.
@@ -149,221 +350,11 @@ struct Parts {
     width: [u64; 3],
 }
 
-pub(super) fn split_columns(backend: &CudaBackend, x: &Tensor, parts: &[&Tensor]) -> Result<()> {
-    let size = x.dtype().size_bytes();
-    let (rows, stride) = (x.shape().rows(), x.shape().last());
-    if parts.len() > 3 {
-        return Err(TensorError::argument("split_columns", "rows are taken apart in up to three"));
-    }
-    let mut all = Parts { at: [0; 3], width: [0; 3] };
-    // The widest word that divides all distances.
-    let mut everything = at(x);
-    for part in parts {
-        everything |= at(part) | (part.shape().last() * size) as u64;
-    }
-    let bytes = (1usize << everything.trailing_zeros().min(3)).max(size);
-    for (index, part) in parts.iter().enumerate() {
-        (all.at[index], all.width[index]) = (at(part), (part.shape().last() * size / bytes) as u64);
-    }
-    let kernel =
-        Kernel { source: Source::Move, defines: [word(bytes), "INDEX=i64", "EXACT"], name: "split_columns" };
-    let grid = backend.grid_single(rows * stride * size / bytes);
-    launch!(backend, kernel, grid, [BLOCK, 1, 1], 0, rows as u64, at(x), all)
-}
-
-pub(super) fn index_select(
-    backend: &CudaBackend,
-    x: &Tensor,
-    indices: &Tensor,
-    outer: usize,
-    size: usize,
-    inner: usize,
-    y: &Tensor,
-) -> Result<()> {
-    const OP: &str = "index_select";
-    let (picked, count) = (indices.numel(), outer * indices.numel() * inner);
-    let kernel = mover(x.dtype(), index_type(OP, indices.dtype())?, OP);
-    launch!(
-        backend,
-        kernel,
-        backend.grid_single(count),
-        [BLOCK, 1, 1],
-        0,
-        count as u64,
-        at(x),
-        at(indices),
-        picked as u64,
-        size as u64,
-        inner as u64,
-        at(y),
-        op_number(OP),
-        backend.fault
-    )
-}
-
-pub(super) fn gather(backend: &CudaBackend, x: &Tensor, indices: &Tensor, y: &Tensor) -> Result<()> {
-    const OP: &str = "gather";
-    let (picked, width) = (indices.shape().last() as u64, x.shape().last() as u64);
-    let kernel = mover(x.dtype(), index_type(OP, indices.dtype())?, OP);
-    launch!(
-        backend,
-        kernel,
-        backend.grid_single(y.numel()),
-        [BLOCK, 1, 1],
-        0,
-        y.numel() as u64,
-        at(x),
-        at(indices),
-        picked,
-        width,
-        at(y),
-        op_number(OP),
-        backend.fault
-    )
-}
-
 fn adder(op: &'static str, dtype: DType, indices: DType, name: &'static str) -> Result<Kernel> {
     Ok(Kernel { source: Source::Embedding, defines: [real(op, dtype)?, index_type(op, indices)?, ""], name })
-}
-
-pub(super) fn index_add(
-    backend: &CudaBackend,
-    dy: &Tensor,
-    indices: &Tensor,
-    outer: usize,
-    size: usize,
-    inner: usize,
-    dx: &Tensor,
-) -> Result<()> {
-    const OP: &str = "index_add";
-    let count = outer * size * inner;
-    let kernel = adder(OP, dy.dtype(), indices.dtype(), OP)?;
-    launch!(
-        backend,
-        kernel,
-        backend.grid_single(count),
-        [BLOCK, 1, 1],
-        0,
-        count as u64,
-        at(dy),
-        at(indices),
-        indices.numel() as u64,
-        size as u64,
-        inner as u64,
-        at(dx),
-        op_number(OP),
-        backend.fault
-    )
-}
-
-pub(super) fn scatter_add(backend: &CudaBackend, dy: &Tensor, indices: &Tensor, dx: &Tensor) -> Result<()> {
-    let (picked, width) = (indices.shape().last() as u64, dx.shape().last() as u64);
-    let kernel = adder("gather", dy.dtype(), indices.dtype(), "scatter_add")?;
-    launch!(
-        backend,
-        kernel,
-        backend.grid_single(dx.numel()),
-        [BLOCK, 1, 1],
-        0,
-        dx.numel() as u64,
-        at(dy),
-        at(indices),
-        picked,
-        width,
-        at(dx),
-        op_number("gather"),
-        backend.fault
-    )
 }
 
 /// Threads for a row: a pack each, whole warps.
 fn row_threads(width: usize) -> u32 {
     (width.div_ceil(8).next_multiple_of(32)).clamp(32, 256) as u32
-}
-
-pub(super) fn embedding(backend: &CudaBackend, table: &Tensor, ids: &Tensor, out: &Tensor) -> Result<()> {
-    const OP: &str = "embedding";
-    if ids.numel() == 0 {
-        return Ok(());
-    }
-    let (limit, width) = (table.shape()[0], table.shape().last());
-    let kernel = adder(OP, table.dtype(), ids.dtype(), OP)?;
-    launch!(
-        backend,
-        kernel,
-        [ids.numel() as u32, 1, 1],
-        [row_threads(width), 1, 1],
-        0,
-        width as u64,
-        limit as u64,
-        at(table),
-        at(ids),
-        at(out),
-        op_number(OP),
-        backend.fault
-    )
-}
-
-pub(super) fn embedding_backward(
-    backend: &CudaBackend,
-    ids: &Tensor,
-    dout: &Tensor,
-    dtable: &Tensor,
-) -> Result<()> {
-    const OP: &str = "embedding";
-    let (limit, width, count) = (dtable.shape()[0], dtable.shape().last(), ids.numel());
-    if limit == 0 {
-        return Ok(());
-    }
-    // counts, starts, next: one word per row; bucket, sorted: one per position.
-    let words = backend.scratch((3 * limit + 2 * count) * 4)?;
-    let place = |start: usize| words.address() + (start * 4) as u64;
-    let (counts, starts, next) = (place(0), place(limit), place(2 * limit));
-    let (bucket, sorted) = (place(3 * limit), place(3 * limit + count));
-    backend.zero_bytes(counts, limit * 4)?;
-    let kernel = |name| adder(OP, dout.dtype(), ids.dtype(), name);
-    let (n, rows) = (count as u64, limit as u64);
-    let (grid, block) = (backend.grid_single(count), [BLOCK, 1, 1]);
-    launch!(
-        backend,
-        kernel("count_ids")?,
-        grid,
-        block,
-        0,
-        n,
-        rows,
-        at(ids),
-        counts,
-        op_number(OP),
-        backend.fault
-    )?;
-    launch!(backend, kernel("scan_counts")?, [1, 1, 1], [1024, 1, 1], 0, rows, counts, starts, next)?;
-    launch!(backend, kernel("drop_positions")?, grid, block, 0, n, rows, at(ids), next, bucket)?;
-    launch!(
-        backend,
-        kernel("rank_positions")?,
-        grid,
-        block,
-        0,
-        n,
-        rows,
-        at(ids),
-        counts,
-        starts,
-        bucket,
-        sorted
-    )?;
-    launch!(
-        backend,
-        kernel("add_rows")?,
-        [limit as u32, 1, 1],
-        [row_threads(width), 1, 1],
-        0,
-        width as u64,
-        counts,
-        starts,
-        sorted,
-        at(dout),
-        at(dtable)
-    )
 }

@@ -25,7 +25,6 @@ mod loss;
 mod memory;
 mod norm;
 mod one_bit;
-mod operations;
 mod optimizer;
 mod packed;
 mod permute;
@@ -41,9 +40,7 @@ use cudarc::driver::result as cu;
 
 use ferrospeed_tensor::backend::*;
 use ferrospeed_tensor::memory::MemoryUsage;
-use ferrospeed_tensor::pages::PagedSpec;
-use ferrospeed_tensor::random::RandomKey;
-use ferrospeed_tensor::{Category, DType, Out, PackedBits, Result, Tensor, TensorError};
+use ferrospeed_tensor::{Category, DType, Out, Result, Tensor, TensorError};
 
 use compile::{Kernel, Kernels, Source};
 use driver::{Checked, Driver};
@@ -75,7 +72,7 @@ pub const KEPT_ACTIVATION_WIDTH: usize = 3072;
 /// Kernels and memory of one NVIDIA GPU.
 pub struct CudaBackend {
     // Fields are dropped in this order: the driver last.
-    products: gemm::Products,
+    products: gemm::CublasLt,
     attention: Mutex<cudnn_attention::Plans>,
     graphs: graph::Graphs,
     kernels: Kernels,
@@ -194,7 +191,7 @@ impl CudaBackend {
         };
         let (fault, arrivals) =
             (zeros(size_of::<Fault>())?, zeros(attention_pages::ARRIVALS * size_of::<u32>())?);
-        let products = gemm::Products::new()?;
+        let products = gemm::CublasLt::new()?;
         let attention = Mutex::new(cudnn_attention::Plans::open(&driver));
         let graphs = graph::Graphs::new();
         let (kernels, transfers) = (Kernels::new(), transfer::Transfers::new(host));

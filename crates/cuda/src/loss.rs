@@ -1,8 +1,9 @@
 //! Losses: `kernels/loss.cu`.
 
-use ferrospeed_tensor::backend::{ClassPart, CrossEntropyOptions};
-use ferrospeed_tensor::{DType, Result, Tensor};
+use ferrospeed_tensor::backend::{ClassPart, Copies, CrossEntropyOptions, LossGradient, LossParts, Losses};
+use ferrospeed_tensor::{DType, Out, Result, Tensor};
 
+use crate::compile::Shared;
 use crate::{CudaBackend, Kernel, Source, at, launch, op_number, real};
 
 /// Matches `LossSpec` in the kernels.
@@ -16,6 +17,8 @@ struct LossSpec {
 
 /// Shared memory of `cross_entropy_held` beside the row.
 const HELD_PARTS_BYTES: usize = 768;
+/// What the kernels are told of it.
+pub(super) const SHARED: Shared = &[("HELD_PARTS_BYTES", HELD_PARTS_BYTES)];
 
 fn loss_kernel(dtype: DType, name: &'static str) -> Result<Kernel> {
     Ok(Kernel { source: Source::Loss, defines: [real("cross_entropy", dtype)?, "", ""], name })
@@ -101,31 +104,92 @@ impl From<&ClassPart> for PartSpec {
     }
 }
 
-pub(super) fn cross_entropy_part(
-    backend: &CudaBackend,
-    part: &ClassPart,
-    logits: &Tensor,
-    targets: &Tensor,
-    told: &Tensor,
-) -> Result<()> {
-    let (rows, classes) = (logits.shape().rows(), logits.shape().last());
-    if rows == 0 {
-        return Ok(());
+impl Losses for CudaBackend {
+    fn logits_dtype(&self, dtype: DType) -> DType {
+        dtype
     }
-    launch!(
-        backend,
-        loss_kernel(logits.dtype(), "cross_entropy_part")?,
-        [rows as u32, 1, 1],
-        [row_threads(classes), 1, 1],
-        0,
-        classes as u64,
-        at(logits),
-        at(targets),
-        at(told),
-        PartSpec::from(part),
-        op_number("cross_entropy"),
-        backend.fault
-    )
+
+    fn logits_rows(&self, row_bytes: usize) -> usize {
+        (768 << 20) / row_bytes.max(1)
+    }
+
+    fn cross_entropy_rows(
+        &self,
+        options: &CrossEntropyOptions,
+        logits: Out<'_>,
+        targets: &Tensor,
+        losses: Out<'_>,
+        gradient: LossGradient<'_>,
+    ) -> Result<()> {
+        let (logits, with_gradient) = (logits.into_tensor(), !matches!(gradient, LossGradient::Nowhere));
+        cross_entropy_rows(self, options, logits, targets, losses.into_tensor(), with_gradient)?;
+        match gradient {
+            LossGradient::Into(target) => self.cast(logits, target),
+            LossGradient::Nowhere | LossGradient::OverLogits => Ok(()),
+        }
+    }
+
+    fn count_targets(&self, targets: &Tensor, ignore_index: i64, target: Out<'_>) -> Result<()> {
+        let target = target.into_tensor();
+        let kernel = loss_kernel(DType::F32, "count_targets")?;
+        let count = targets.numel() as u64;
+        launch!(self, kernel, [1, 1, 1], [1024, 1, 1], 0, count, at(targets), ignore_index, at(target))
+    }
+
+    fn mean_loss(&self, losses: &Tensor, counted: &Tensor, target: Out<'_>) -> Result<()> {
+        let target = target.into_tensor();
+        let kernel = loss_kernel(DType::F32, "sum_losses")?;
+        let count = losses.numel() as u64;
+        launch!(self, kernel, [1, 1, 1], [1024, 1, 1], 0, count, at(losses), at(target), at(counted))
+    }
+}
+
+impl LossParts for CudaBackend {
+    fn cross_entropy_part(
+        &self,
+        part: &ClassPart,
+        logits: Out<'_>,
+        targets: &Tensor,
+        told: Out<'_>,
+    ) -> Result<()> {
+        let logits = logits.into_tensor();
+        let told = told.into_tensor();
+        let (rows, classes) = (logits.shape().rows(), logits.shape().last());
+        if rows == 0 {
+            return Ok(());
+        }
+        launch!(
+            self,
+            loss_kernel(logits.dtype(), "cross_entropy_part")?,
+            [rows as u32, 1, 1],
+            [row_threads(classes), 1, 1],
+            0,
+            classes as u64,
+            at(logits),
+            at(targets),
+            at(told),
+            PartSpec::from(part),
+            op_number("cross_entropy"),
+            self.fault
+        )
+    }
+
+    fn cross_entropy_of_parts(
+        &self,
+        part: &ClassPart,
+        told: &Tensor,
+        logits: Out<'_>,
+        targets: &Tensor,
+        losses: Out<'_>,
+        gradient: LossGradient<'_>,
+    ) -> Result<()> {
+        let (logits, with_gradient) = (logits.into_tensor(), !matches!(gradient, LossGradient::Nowhere));
+        cross_entropy_of_parts(self, part, told, logits, targets, losses.into_tensor(), with_gradient)?;
+        match gradient {
+            LossGradient::Into(target) => self.cast(logits, target),
+            LossGradient::Nowhere | LossGradient::OverLogits => Ok(()),
+        }
+    }
 }
 
 pub(super) fn cross_entropy_of_parts(
@@ -156,26 +220,4 @@ pub(super) fn cross_entropy_of_parts(
         PartSpec::from(part),
         i32::from(with_gradient)
     )
-}
-
-pub(super) fn count_targets(
-    backend: &CudaBackend,
-    targets: &Tensor,
-    ignore_index: i64,
-    target: &Tensor,
-) -> Result<()> {
-    let kernel = loss_kernel(DType::F32, "count_targets")?;
-    let count = targets.numel() as u64;
-    launch!(backend, kernel, [1, 1, 1], [1024, 1, 1], 0, count, at(targets), ignore_index, at(target))
-}
-
-pub(super) fn mean_loss(
-    backend: &CudaBackend,
-    losses: &Tensor,
-    counted: &Tensor,
-    target: &Tensor,
-) -> Result<()> {
-    let kernel = loss_kernel(DType::F32, "sum_losses")?;
-    let count = losses.numel() as u64;
-    launch!(backend, kernel, [1, 1, 1], [1024, 1, 1], 0, count, at(losses), at(target), at(counted))
 }

@@ -1,6 +1,7 @@
 //! Layer norm and RMS norm: `kernels/norm.cu`.
 
-use ferrospeed_tensor::{DType, NormKind, Result, Tensor};
+use ferrospeed_tensor::backend::Norms;
+use ferrospeed_tensor::{DType, NormKind, Out, Result, Tensor};
 
 use crate::{CudaBackend, Kernel, Source, at, at_option, launch, real, reduce};
 
@@ -109,58 +110,90 @@ pub(super) fn norm(
     )
 }
 
-pub(super) fn norm_backward(
-    backend: &CudaBackend,
-    kind: NormKind,
-    x: &Tensor,
-    weight: Option<&Tensor>,
-    mean: &Tensor,
-    rstd: &Tensor,
-    dy: &Tensor,
-    dsum: Option<&Tensor>,
-    dx: &Tensor,
-    dweight: Option<&Tensor>,
-    dbias: Option<&Tensor>,
-) -> Result<()> {
-    let (rows, width) = (x.shape().rows(), x.shape().last());
-    if x.numel() == 0 {
-        return Ok(());
+impl Norms for CudaBackend {
+    fn norm(
+        &self,
+        kind: NormKind,
+        eps: f32,
+        x: &Tensor,
+        residual: Option<(&Tensor, Out<'_>)>,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        y: Out<'_>,
+        mean: Out<'_>,
+        rstd: Out<'_>,
+    ) -> Result<()> {
+        let residual = residual.map(|(residual, sum)| (residual, sum.into_tensor()));
+        norm(
+            self,
+            kind,
+            eps,
+            x,
+            residual,
+            weight,
+            bias,
+            y.into_tensor(),
+            mean.into_tensor(),
+            rstd.into_tensor(),
+        )
     }
-    let (w, more) = (at_option(weight), at_option(dsum));
-    let shape = Shape::backward(width, x.dtype(), &[at(x), w, at(dy), more, at(dx)]);
-    let kernel = shape.kernel(x.dtype(), "norm_backward", "norm_backward_any")?;
-    // Each block leaves one row of partial sums: as many blocks as run at once, no more.
-    let blocks =
-        (backend.driver.multiprocessors as usize * shape.resident()).min(rows.div_ceil(shape.teams as usize));
-    let shared_bytes = if shape.teams > 1 { shape.teams * width as u32 * 4 } else { 0 };
-    let bytes = blocks * width * 4;
-    let partial = |wanted: Option<&Tensor>| wanted.map(|_| backend.scratch(bytes)).transpose();
-    let (weight_parts, bias_parts) = (partial(dweight)?, partial(dbias)?);
-    let address = |parts: &Option<super::Scratch<'_>>| parts.as_ref().map_or(0, super::Scratch::address);
-    let (dw, db) = (address(&weight_parts), address(&bias_parts));
-    launch!(
-        @ shape.packs.is_some(),
-        backend,
-        kernel,
-        [blocks as u32, 1, 1],
-        [shape.threads, shape.teams, 1],
-        shared_bytes,
-        rows as u64,
-        width as u64,
-        kind_number(kind),
-        at(x),
-        w,
-        at(mean),
-        at(rstd),
-        at(dy),
-        more,
-        at(dx),
-        dw,
-        db
-    )?;
-    let sums: Vec<(u64, &Tensor)> = [(dw, dweight), (db, dbias)]
-        .into_iter()
-        .filter_map(|(parts, target)| Some((parts, target?)))
-        .collect();
-    reduce::finish_rows(backend, blocks, width, &sums)
+
+    fn norm_backward(
+        &self,
+        kind: NormKind,
+        x: &Tensor,
+        weight: Option<&Tensor>,
+        mean: &Tensor,
+        rstd: &Tensor,
+        dy: &Tensor,
+        dsum: Option<&Tensor>,
+        dx: Out<'_>,
+        dweight: Option<Out<'_>>,
+        dbias: Option<Out<'_>>,
+    ) -> Result<()> {
+        let dx = dx.into_tensor();
+        let dweight = dweight.map(Out::into_tensor);
+        let dbias = dbias.map(Out::into_tensor);
+        let (rows, width) = (x.shape().rows(), x.shape().last());
+        if x.numel() == 0 {
+            return Ok(());
+        }
+        let (w, more) = (at_option(weight), at_option(dsum));
+        let shape = Shape::backward(width, x.dtype(), &[at(x), w, at(dy), more, at(dx)]);
+        let kernel = shape.kernel(x.dtype(), "norm_backward", "norm_backward_any")?;
+        // Each block leaves one row of partial sums: as many blocks as run at once, no more.
+        let blocks = (self.driver.multiprocessors as usize * shape.resident())
+            .min(rows.div_ceil(shape.teams as usize));
+        let shared_bytes = if shape.teams > 1 { shape.teams * width as u32 * 4 } else { 0 };
+        let bytes = blocks * width * 4;
+        let partial = |wanted: Option<&Tensor>| wanted.map(|_| self.scratch(bytes)).transpose();
+        let (weight_parts, bias_parts) = (partial(dweight)?, partial(dbias)?);
+        let address = |parts: &Option<super::Scratch<'_>>| parts.as_ref().map_or(0, super::Scratch::address);
+        let (dw, db) = (address(&weight_parts), address(&bias_parts));
+        launch!(
+            @ shape.packs.is_some(),
+            self,
+            kernel,
+            [blocks as u32, 1, 1],
+            [shape.threads, shape.teams, 1],
+            shared_bytes,
+            rows as u64,
+            width as u64,
+            kind_number(kind),
+            at(x),
+            w,
+            at(mean),
+            at(rstd),
+            at(dy),
+            more,
+            at(dx),
+            dw,
+            db
+        )?;
+        let sums: Vec<(u64, &Tensor)> = [(dw, dweight), (db, dbias)]
+            .into_iter()
+            .filter_map(|(parts, target)| Some((parts, target?)))
+            .collect();
+        reduce::finish_rows(self, blocks, width, &sums)
+    }
 }

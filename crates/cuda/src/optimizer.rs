@@ -1,7 +1,7 @@
 //! Optimizer steps and exact norms: `kernels/optimizer.cu`.
 
-use ferrospeed_tensor::backend::{Clipping, Measured, Update, UpdateOperands, sum_of_words};
-use ferrospeed_tensor::{DType, Result, Tensor, TensorError};
+use ferrospeed_tensor::backend::{Clipping, Measured, Update, UpdateOperands, Updates, sum_of_words};
+use ferrospeed_tensor::{DType, Out, Result, Tensor, TensorError};
 
 use crate::table::{Entry, Table};
 use crate::{BLOCK, CudaBackend, Kernel, Source, at, at_option, launch, real};
@@ -97,13 +97,53 @@ fn gradients_table<'a>(backend: &'a CudaBackend, tensors: &[&Tensor]) -> Result<
     Table::new(backend, tensors.iter().map(piece).collect())
 }
 
-pub(super) fn update(
-    backend: &CudaBackend,
-    update: &Update,
-    gradient_factor: f32,
-    pieces: &[UpdateOperands],
-) -> Result<()> {
-    submit(backend, update, gradient_factor, 0, pieces)
+impl Updates for CudaBackend {
+    fn update(&self, update: &Update, gradient_factor: f32, pieces: &[UpdateOperands]) -> Result<()> {
+        submit(self, update, gradient_factor, 0, pieces)
+    }
+
+    fn largest_magnitude(&self, pieces: &[&Tensor]) -> Result<f32> {
+        let result = self.scratch(4)?;
+        self.zero_bytes(result.address(), 4)?;
+        measure_largest(self, pieces, &gradients_table(self, pieces)?, result.address())?;
+        let mut bits = [0u8; 4];
+        self.read(result.address(), &mut bits)?;
+        Ok(f32::from_bits(u32::from_le_bytes(bits)))
+    }
+
+    fn sum_of_squares(&self, pieces: &[&Tensor], grid: f64) -> Result<i128> {
+        let result = self.scratch(16)?;
+        self.zero_bytes(result.address(), 16)?;
+        measure_squares(self, pieces, &gradients_table(self, pieces)?, grid, 0, result.address())?;
+        let mut parts = [0u64; 2];
+        self.read(result.address(), bytemuck::cast_slice_mut(&mut parts))?;
+        Ok(sum_of_words(parts))
+    }
+
+    fn measure_more(&self, pieces: &[&Tensor], grids: &[f64], measures: Out<'_>) -> Result<()> {
+        let measures = measures.into_tensor();
+        if measures.dtype() != DType::I64 || measures.numel() != 1 + 2 * grids.len() {
+            return Err(TensorError::argument(
+                "measure_more",
+                format!("{measures:?} for {} grids", grids.len()),
+            ));
+        }
+        let table = gradients_table(self, pieces)?;
+        measure_largest(self, pieces, &table, at(measures))?;
+        for (index, &grid) in grids.iter().enumerate() {
+            measure_squares(self, pieces, &table, grid, 0, at(measures) + 8 + 16 * index as u64)?;
+        }
+        Ok(())
+    }
+
+    fn clipped_updates(
+        &self,
+        clipping: Clipping,
+        gradients: &[&Tensor],
+        updates: &[(Update, Vec<UpdateOperands>)],
+    ) -> Result<Option<Measured>> {
+        clipped_updates(self, clipping, gradients, updates).map(Some)
+    }
 }
 
 /// Matches `Verdict` in the kernels.
@@ -220,39 +260,4 @@ fn measure_squares(
         largest,
         parts
     )
-}
-
-pub(super) fn largest_magnitude(backend: &CudaBackend, pieces: &[&Tensor]) -> Result<f32> {
-    let result = backend.scratch(4)?;
-    backend.zero_bytes(result.address(), 4)?;
-    measure_largest(backend, pieces, &gradients_table(backend, pieces)?, result.address())?;
-    let mut bits = [0u8; 4];
-    backend.read(result.address(), &mut bits)?;
-    Ok(f32::from_bits(u32::from_le_bytes(bits)))
-}
-
-pub(super) fn sum_of_squares(backend: &CudaBackend, pieces: &[&Tensor], grid: f64) -> Result<i128> {
-    let result = backend.scratch(16)?;
-    backend.zero_bytes(result.address(), 16)?;
-    measure_squares(backend, pieces, &gradients_table(backend, pieces)?, grid, 0, result.address())?;
-    let mut parts = [0u64; 2];
-    backend.read(result.address(), bytemuck::cast_slice_mut(&mut parts))?;
-    Ok(sum_of_words(parts))
-}
-
-pub(super) fn measure_more(
-    backend: &CudaBackend,
-    pieces: &[&Tensor],
-    grids: &[f64],
-    measures: &Tensor,
-) -> Result<()> {
-    if measures.dtype() != DType::I64 || measures.numel() != 1 + 2 * grids.len() {
-        return Err(TensorError::argument("measure_more", format!("{measures:?} for {} grids", grids.len())));
-    }
-    let table = gradients_table(backend, pieces)?;
-    measure_largest(backend, pieces, &table, at(measures))?;
-    for (index, &grid) in grids.iter().enumerate() {
-        measure_squares(backend, pieces, &table, grid, 0, at(measures) + 8 + 16 * index as u64)?;
-    }
-    Ok(())
 }

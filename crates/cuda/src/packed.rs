@@ -1,9 +1,10 @@
 //! Products with weights of few bits. See `kernels/packed.cu`.
 
-use ferrospeed_tensor::backend::{FewRows, FewRowsWeight, Gemm, Matrix, PackedLayer};
+use ferrospeed_tensor::backend::{FewRows, FewRowsWeight, Gemm, Matrix, PackedLayer, PackedProducts};
 use ferrospeed_tensor::packed::BLOCK;
 use ferrospeed_tensor::{Activation, Category, DType, PackedBits, PackedWeight, Result, Tensor};
 
+use crate::compile::Shared;
 use crate::elementwise::activation_number;
 use crate::{CudaBackend, Kernel, Source, at, at_option, at_out, gemm, launch, real};
 
@@ -14,8 +15,11 @@ const FLOAT_CAPABILITY: (i32, i32) = (8, 9);
 /// Rows that the kernel takes, and what it is compiled with for them. With more, products are bound by multiplying, and the
 /// library's by weights in full are faster.
 const CHUNKS: [(usize, &str); 2] = [(8, "CHUNKS=1"), (16, "CHUNKS=2")];
-/// Weights that one launch multiplies the same rows with. Matches `Sides` in the kernel.
+/// Weights that one launch multiplies the same rows with.
 const MOST_SIDES: usize = 3;
+/// What the kernel is told of it.
+pub(super) const SHARED: Shared =
+    &[("MOST_SIDES", MOST_SIDES), ("BLOCK", BLOCK), ("WARPS", MOST_THREADS as usize / 32)];
 /// Rows that the kernel rounds itself; more are rounded before.
 const ROUNDED_BY_ALL: usize = 2;
 /// Shared memory that the kernel has beside what it is given.
@@ -67,42 +71,49 @@ fn define(bits: PackedBits) -> &'static str {
     }
 }
 
-/// `y = f(x·Wᵀ + b)` with each of the weights; `false` where the device has no kernel for such bits.
-pub(super) fn products(
-    backend: &CudaBackend,
-    x: &Tensor,
-    layers: Vec<PackedLayer<'_>>,
-    activation: Option<Activation>,
-) -> Result<bool> {
-    let Some(first) = layers.first() else { return Ok(true) };
-    let (bits, inputs) = (first.weight.bits(), first.weight.inputs());
-    if !takes(backend, bits) {
-        return Ok(false);
+impl PackedProducts for CudaBackend {
+    fn takes_packed(&self, bits: PackedBits) -> bool {
+        takes(self, bits)
     }
-    let rows = x.numel() / inputs;
-    if rows == 0 {
-        return Ok(true);
+
+    /// `y = f(x·Wᵀ + b)` with each of the weights; `false` where the device has no kernel for such bits.
+    fn gemm_packed(
+        &self,
+        x: &Tensor,
+        layers: Vec<PackedLayer<'_>>,
+        activation: Option<Activation>,
+    ) -> Result<bool> {
+        let Some(first) = layers.first() else { return Ok(true) };
+        let (bits, inputs) = (first.weight.bits(), first.weight.inputs());
+        if !takes(self, bits) {
+            return Ok(false);
+        }
+        let rows = x.numel() / inputs;
+        if rows == 0 {
+            return Ok(true);
+        }
+        let sides: Vec<Side<'_>> = layers
+            .iter()
+            .map(|layer| Side { weight: layer.weight, bias: at_option(layer.bias), result: at_out(&layer.y) })
+            .collect();
+        let products: Vec<Product<'_>> = sides
+            .chunks(MOST_SIDES)
+            .map(|sides| Product { x, norm: None, sides, activation, is_gated: false, residual: 0 })
+            .collect();
+        if let Some(at_once) = products[0].at_once(self)
+            && products.iter().all(|product| product.at_once(self).is_some())
+        {
+            return products.iter().try_for_each(|product| product.run(self, at_once)).map(|()| true);
+        }
+        for layer in layers {
+            let weight = widened(self, layer.weight, x)?;
+            let (left, right) = (Matrix::whole(x), Matrix { transposed: true, ..Matrix::whole(&weight) });
+            let plain =
+                Gemm::plain(rows, layer.weight.outputs(), layer.weight.inputs(), left, right, layer.y);
+            gemm::product(self, &Gemm { bias: layer.bias, activation, ..plain })?;
+        }
+        Ok(true)
     }
-    let sides: Vec<Side<'_>> = layers
-        .iter()
-        .map(|layer| Side { weight: layer.weight, bias: at_option(layer.bias), result: at_out(&layer.y) })
-        .collect();
-    let products: Vec<Product<'_>> = sides
-        .chunks(MOST_SIDES)
-        .map(|sides| Product { x, norm: None, sides, activation, is_gated: false, residual: 0 })
-        .collect();
-    if let Some(at_once) = products[0].at_once(backend)
-        && products.iter().all(|product| product.at_once(backend).is_some())
-    {
-        return products.iter().try_for_each(|product| product.run(backend, at_once)).map(|()| true);
-    }
-    for layer in layers {
-        let weight = widened(backend, layer.weight, x)?;
-        let (left, right) = (Matrix::whole(x), Matrix { transposed: true, ..Matrix::whole(&weight) });
-        let plain = Gemm::plain(rows, layer.weight.outputs(), layer.weight.inputs(), left, right, layer.y);
-        gemm::gemm(backend, &Gemm { bias: layer.bias, activation, ..plain })?;
-    }
-    Ok(true)
 }
 
 /// What so many rows take in eight bits. As the kernel places them.

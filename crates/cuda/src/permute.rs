@@ -1,9 +1,11 @@
 //! Strided copies and other orders of dimensions: `kernels/permute.cu`.
 
+use ferrospeed_tensor::backend::Permutations;
 use ferrospeed_tensor::moves::{self, Axis};
 use ferrospeed_tensor::shape::MAX_DIMS;
-use ferrospeed_tensor::{Result, Tensor};
+use ferrospeed_tensor::{Out, Result, Tensor};
 
+use crate::compile::Shared;
 use crate::layout::word;
 use crate::{BLOCK, CudaBackend, Kernel, Source, at, launch};
 
@@ -87,23 +89,28 @@ pub(super) fn move_words(
 
 /// Below this many places an axis would leave most of a tile empty.
 const TILED: usize = 16;
-/// Matches `TILE` in the kernels.
+/// Sides of a tile.
 const TILE: usize = 32;
+/// What the kernels are told of it.
+pub(super) const SHARED: Shared = &[("MAX_DIMS", MAX_DIMS), ("TILE", TILE)];
 
-pub(super) fn permute(backend: &CudaBackend, x: &Tensor, order: &[usize], y: &Tensor) -> Result<()> {
-    if x.numel() == 0 {
-        return Ok(());
-    }
-    let (axes, size) = (moves::axes(x.shape(), order), x.dtype().size_bytes());
-    let near = axes.iter().position(|axis| axis.from == 1);
-    match (near, axes.split_last()) {
-        (Some(near), Some((inner, outer)))
-            if near < outer.len() && inner.size.min(outer[near].size) >= TILED =>
-        {
-            let others: Vec<Axis> = [&outer[..near], &outer[near + 1..]].concat();
-            turn_tiles(backend, [x, y], outer[near], *inner, &others)
+impl Permutations for CudaBackend {
+    fn permute(&self, x: &Tensor, order: &[usize], y: Out<'_>) -> Result<()> {
+        let y = y.into_tensor();
+        if x.numel() == 0 {
+            return Ok(());
         }
-        _ => move_words(backend, [at(x), at(y)], size, &axes),
+        let (axes, size) = (moves::axes(x.shape(), order), x.dtype().size_bytes());
+        let near = axes.iter().position(|axis| axis.from == 1);
+        match (near, axes.split_last()) {
+            (Some(near), Some((inner, outer)))
+                if near < outer.len() && inner.size.min(outer[near].size) >= TILED =>
+            {
+                let others: Vec<Axis> = [&outer[..near], &outer[near + 1..]].concat();
+                turn_tiles(self, [x, y], outer[near], *inner, &others)
+            }
+            _ => move_words(self, [at(x), at(y)], size, &axes),
+        }
     }
 }
 

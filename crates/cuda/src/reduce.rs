@@ -1,7 +1,7 @@
 //! Reductions: `kernels/reduce.cu`.
 
-use ferrospeed_tensor::backend::Reduction;
-use ferrospeed_tensor::{DType, Result, Tensor};
+use ferrospeed_tensor::backend::{Reduction, Reductions};
+use ferrospeed_tensor::{DType, Out, Result, Tensor};
 
 use crate::{BLOCK, CudaBackend, Kernel, Source, at, launch, real};
 
@@ -106,123 +106,123 @@ fn row_threads(width: usize) -> u32 {
     (width.div_ceil(4).next_multiple_of(32)).clamp(32, 1024) as u32
 }
 
-pub(super) fn reduce(
-    backend: &CudaBackend,
-    op: Reduction,
-    x: &Tensor,
-    outer: usize,
-    size: usize,
-    inner: usize,
-    y: &Tensor,
-) -> Result<()> {
-    let op = match op {
-        Reduction::Sum => 0i32,
-        Reduction::Max => 1,
-        Reduction::Min => 2,
-    };
-    if outer * inner == 0 {
-        return Ok(());
+impl Reductions for CudaBackend {
+    fn sum_rows(&self, x: &Tensor, target: Out<'_>) -> Result<()> {
+        sum_rows(self, x, target.into_tensor())
     }
-    if inner == 1 {
-        let kernel = kernel("reduce", x.dtype(), "reduce_rows")?;
-        let block = [row_threads(size), 1, 1];
-        return launch!(backend, kernel, [outer as u32, 1, 1], block, 0, size as u64, at(x), at(y), op);
-    }
-    let kernel = kernel("reduce", x.dtype(), "reduce_middle")?;
-    let grid = backend.grid_single(outer * inner);
-    launch!(
-        backend,
-        kernel,
-        grid,
-        [BLOCK, 1, 1],
-        0,
-        outer as u64,
-        size as u64,
-        inner as u64,
-        at(x),
-        at(y),
-        op
-    )
-}
 
-pub(super) fn softmax(backend: &CudaBackend, x: &Tensor, y: &Tensor, log: bool) -> Result<()> {
-    let (rows, width) = (x.shape().rows(), x.shape().last());
-    if x.numel() == 0 {
-        return Ok(());
+    fn top_k(&self, x: &Tensor, k: usize, values: Out<'_>, indices: Out<'_>) -> Result<()> {
+        let values = values.into_tensor();
+        let indices = indices.into_tensor();
+        let (rows, width) = (x.shape().rows(), x.shape().last());
+        if rows * k == 0 {
+            return Ok(());
+        }
+        let kernel = kernel("top_k", x.dtype(), "top_k")?;
+        let block = [row_threads(width), 1, 1];
+        launch!(
+            self,
+            kernel,
+            [rows as u32, 1, 1],
+            block,
+            0,
+            width as u64,
+            k as u64,
+            at(x),
+            at(values),
+            at(indices)
+        )
     }
-    let kernel = kernel("softmax", x.dtype(), "softmax")?;
-    let block = [row_threads(width), 1, 1];
-    launch!(backend, kernel, [rows as u32, 1, 1], block, 0, width as u64, at(x), at(y), i32::from(log))
-}
 
-pub(super) fn softmax_backward(
-    backend: &CudaBackend,
-    y: &Tensor,
-    dy: &Tensor,
-    dx: &Tensor,
-    log: bool,
-) -> Result<()> {
-    let (rows, width) = (y.shape().rows(), y.shape().last());
-    if y.numel() == 0 {
-        return Ok(());
+    fn reduce(
+        &self,
+        op: Reduction,
+        x: &Tensor,
+        outer: usize,
+        size: usize,
+        inner: usize,
+        y: Out<'_>,
+    ) -> Result<()> {
+        let y = y.into_tensor();
+        let op = match op {
+            Reduction::Sum => 0i32,
+            Reduction::Max => 1,
+            Reduction::Min => 2,
+        };
+        if outer * inner == 0 {
+            return Ok(());
+        }
+        if inner == 1 {
+            let kernel = kernel("reduce", x.dtype(), "reduce_rows")?;
+            let block = [row_threads(size), 1, 1];
+            return launch!(self, kernel, [outer as u32, 1, 1], block, 0, size as u64, at(x), at(y), op);
+        }
+        let kernel = kernel("reduce", x.dtype(), "reduce_middle")?;
+        let grid = self.grid_single(outer * inner);
+        launch!(
+            self,
+            kernel,
+            grid,
+            [BLOCK, 1, 1],
+            0,
+            outer as u64,
+            size as u64,
+            inner as u64,
+            at(x),
+            at(y),
+            op
+        )
     }
-    let kernel = kernel("softmax_backward", y.dtype(), "softmax_backward")?;
-    let block = [row_threads(width), 1, 1];
-    launch!(
-        backend,
-        kernel,
-        [rows as u32, 1, 1],
-        block,
-        0,
-        width as u64,
-        at(y),
-        at(dy),
-        at(dx),
-        i32::from(log)
-    )
-}
 
-pub(super) fn cumsum(backend: &CudaBackend, x: &Tensor, y: &Tensor, reverse: bool) -> Result<()> {
-    let (rows, width) = (x.shape().rows(), x.shape().last());
-    let kernel = kernel("cumsum", x.dtype(), "cumsum")?;
-    let grid = backend.grid_single(rows);
-    launch!(
-        backend,
-        kernel,
-        grid,
-        [BLOCK, 1, 1],
-        0,
-        rows as u64,
-        width as u64,
-        at(x),
-        at(y),
-        i32::from(reverse)
-    )
-}
-
-pub(super) fn top_k(
-    backend: &CudaBackend,
-    x: &Tensor,
-    k: usize,
-    values: &Tensor,
-    indices: &Tensor,
-) -> Result<()> {
-    let (rows, width) = (x.shape().rows(), x.shape().last());
-    if rows * k == 0 {
-        return Ok(());
+    fn softmax(&self, x: &Tensor, y: Out<'_>, log: bool) -> Result<()> {
+        let y = y.into_tensor();
+        let (rows, width) = (x.shape().rows(), x.shape().last());
+        if x.numel() == 0 {
+            return Ok(());
+        }
+        let kernel = kernel("softmax", x.dtype(), "softmax")?;
+        let block = [row_threads(width), 1, 1];
+        launch!(self, kernel, [rows as u32, 1, 1], block, 0, width as u64, at(x), at(y), i32::from(log))
     }
-    let kernel = kernel("top_k", x.dtype(), "top_k")?;
-    let block = [row_threads(width), 1, 1];
-    launch!(
-        backend,
-        kernel,
-        [rows as u32, 1, 1],
-        block,
-        0,
-        width as u64,
-        k as u64,
-        at(x),
-        at(values),
-        at(indices)
-    )
+
+    fn softmax_backward(&self, y: &Tensor, dy: &Tensor, dx: Out<'_>, log: bool) -> Result<()> {
+        let dx = dx.into_tensor();
+        let (rows, width) = (y.shape().rows(), y.shape().last());
+        if y.numel() == 0 {
+            return Ok(());
+        }
+        let kernel = kernel("softmax_backward", y.dtype(), "softmax_backward")?;
+        let block = [row_threads(width), 1, 1];
+        launch!(
+            self,
+            kernel,
+            [rows as u32, 1, 1],
+            block,
+            0,
+            width as u64,
+            at(y),
+            at(dy),
+            at(dx),
+            i32::from(log)
+        )
+    }
+
+    fn cumsum(&self, x: &Tensor, y: Out<'_>, reverse: bool) -> Result<()> {
+        let y = y.into_tensor();
+        let (rows, width) = (x.shape().rows(), x.shape().last());
+        let kernel = kernel("cumsum", x.dtype(), "cumsum")?;
+        let grid = self.grid_single(rows);
+        launch!(
+            self,
+            kernel,
+            grid,
+            [BLOCK, 1, 1],
+            0,
+            rows as u64,
+            width as u64,
+            at(x),
+            at(y),
+            i32::from(reverse)
+        )
+    }
 }

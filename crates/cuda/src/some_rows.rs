@@ -6,6 +6,7 @@ use std::mem::MaybeUninit;
 use cudarc::driver::sys;
 use ferrospeed_tensor::{DType, Result};
 
+use crate::compile::Shared;
 use crate::driver::Checked;
 use crate::elementwise::activation_number;
 use crate::few_rows::{self, MOST_SIDES, Product, Sides};
@@ -17,13 +18,16 @@ pub(super) const MOST_ROWS: usize = 32;
 /// The only devices that have its instructions.
 const CAPABILITY: (i32, i32) = (9, 0);
 const THREADS: u32 = 288;
-/// Outputs of a tile; of a gated pair, of both together. Bytes of 64 inputs of all of them, and of one row. Match the kernel.
+/// Outputs of a tile; of a gated pair, of both together.
 const TILE_OUTPUTS: usize = 128;
-const WEIGHT_BYTES: usize = TILE_OUTPUTS * PART_BYTES;
-const PART_BYTES: usize = 128;
-const STAGE_BYTES: usize = WEIGHT_BYTES + MOST_ROWS * PART_BYTES;
-/// Inputs of a stage.
+/// Inputs of a stage: a row of them has 128 bytes.
 const PART: u32 = 64;
+const PART_BYTES: usize = PART as usize * 2;
+const WEIGHT_BYTES: usize = TILE_OUTPUTS * PART_BYTES;
+const STAGE_BYTES: usize = WEIGHT_BYTES + MOST_ROWS * PART_BYTES;
+/// What the kernel is told of it.
+pub(super) const SHARED: Shared =
+    &[("MOST_SIDES", MOST_SIDES), ("ROWS", MOST_ROWS), ("OUTPUTS", TILE_OUTPUTS), ("PART", PART as usize)];
 /// Stages lie at multiples of this.
 const ALIGNMENT: usize = 1024;
 

@@ -2,10 +2,13 @@
 
 use ferrospeed_tensor::Result;
 
+use crate::compile::Shared;
 use crate::{CudaBackend, Scratch};
 
-/// Elements of a chunk, which one block works on at a time; as in the kernels.
+/// Elements of a chunk, which one block works on at a time.
 const CHUNK: u64 = 16384;
+/// What kernels that go over tables are told of it.
+pub(super) const SHARED: Shared = &[("CHUNK", CHUNK as usize)];
 
 /// An entry of a table as kernels know it: it begins with the number of its first chunk, then its elements.
 pub(super) trait Entry: bytemuck::Pod {

@@ -4,7 +4,7 @@
 //! to 127, or from -8 to 7 with the sign of the scale such that the largest magnitude is -8; or floats of eight bits, for GPUs
 //! that multiply such (e4m3: Micikevicius et al., "FP8 formats for deep learning", 2022; `packed/float8.rs`). In memory the blocks of sixteen rows
 //! are woven into each other, four values of each row at a time, as products want them. These read the packed bytes once
-//! ([`Products::gemm_packed`](crate::backend::Products::gemm_packed)); everything else gets the weights back in full.
+//! ([`Products::gemm_packed`](crate::backend::PackedProducts::gemm_packed)); everything else gets the weights back in full.
 
 mod float8;
 

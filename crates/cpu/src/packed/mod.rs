@@ -12,7 +12,7 @@ mod tiles;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 
-use ferrospeed_tensor::backend::PackedLayer;
+use ferrospeed_tensor::backend::{PackedLayer, PackedProducts};
 use ferrospeed_tensor::dtype::Float;
 use ferrospeed_tensor::loops::simd::vectorized;
 #[cfg(target_arch = "x86_64")]
@@ -24,7 +24,7 @@ use group::{GroupWeights, Rows, TILE_ROWS, round};
 
 use crate::gemm::{Epilogue, Output, Part};
 use crate::parallel::Shared;
-use crate::{float_kernel, read, write};
+use crate::{CpuBackend, float_kernel, read, write};
 
 /// Groups of columns of a task.
 const GROUPS: usize = 4;
@@ -140,5 +140,24 @@ fn multiply_from(first: usize, weights: &GroupWeights<'_>, rows: &Rows, out: &mu
     }
     for (row, out) in out.as_chunks_mut::<GROUP>().0.iter_mut().enumerate() {
         group::plain(weights, rows, first + row, out);
+    }
+}
+
+impl PackedProducts for CpuBackend {
+    fn takes_packed(&self, bits: ferrospeed_tensor::packed::PackedBits) -> bool {
+        bits != ferrospeed_tensor::packed::PackedBits::Float8
+    }
+
+    fn gemm_packed(
+        &self,
+        x: &Tensor,
+        layers: Vec<PackedLayer<'_>>,
+        activation: Option<Activation>,
+    ) -> Result<bool> {
+        if layers.iter().any(|layer| !self.takes_packed(layer.weight.bits())) {
+            return Ok(false);
+        }
+        layers.into_iter().try_for_each(|layer| product(&self.threads, x, layer, activation))?;
+        Ok(true)
     }
 }

@@ -3,7 +3,8 @@
 use ferrospeed_tensor::Result;
 use ferrospeed_tensor::backend::Gemm;
 
-use super::{OP, address, gemm};
+use super::{OP, address, product};
+use crate::compile::Shared;
 use crate::elementwise::activation_number;
 use crate::{CudaBackend, Kernel, Source, at_option, at_out, few_rows, launch, real, some_rows, written};
 
@@ -12,8 +13,10 @@ pub(crate) const FEW_ROWS: usize = 4;
 /// The most rows for which a product takes so little time that one instead of several is worth a pass over its result.
 pub(crate) const JOINED_ROWS: usize = 256;
 
-/// Weights that one launch multiplies the same rows with. Matches `Sides` in the kernels.
+/// Weights that one launch multiplies the same rows with.
 const MOST_SIDES: usize = 3;
+/// What the kernels are told of it.
+pub(crate) const SHARED: Shared = &[("MOST_SIDES", MOST_SIDES)];
 const ROWS: [&str; FEW_ROWS] = ["ROWS=1", "ROWS=2", "ROWS=3", "ROWS=4"];
 
 /// Matches `Sides` in the kernels.
@@ -86,7 +89,7 @@ pub(crate) fn gemms(backend: &CudaBackend, products: &[Gemm<'_>]) -> Result<()> 
     match together {
         true if let Some(product) = of_halves(backend, first, &sides) => few_rows::run(backend, &product),
         true if first.m <= FEW_ROWS => few_rows_out_in(backend, products),
-        _ => products.iter().try_for_each(|product| gemm(backend, product)),
+        _ => products.iter().try_for_each(|one| product(backend, one)),
     }
 }
 

@@ -13,13 +13,11 @@
 // of eight columns 2c and 2c + 1.
 
 #if CHANNELS == 64
-#define BLOCK_M 128
+#define BLOCK_M BLOCK_M_64
 #else
-#define BLOCK_M 64
+#define BLOCK_M BLOCK_M_128
 #endif
-#define BLOCK_N 128
 #define PARTS (CHANNELS / 64)  // of a tile's rows: 128 bytes each, which is how far the pattern of banks reaches
-#define STAGES 2
 #define WARPS 8                // that multiply, in two groups
 
 #if HALF == 1

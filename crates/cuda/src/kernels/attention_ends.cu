@@ -6,9 +6,9 @@
 // that is measured in it.
 
 #if CHANNELS == 64
-#define BLOCK_M 128
+#define BLOCK_M BLOCK_M_64
 #else
-#define BLOCK_M 64
+#define BLOCK_M BLOCK_M_128
 #endif
 #define LANES (CHANNELS / 8)  // that share a row
 #define DQ_INTEGERS 4096      // of a group of warps: 64 × 64

@@ -12,7 +12,6 @@
 #else
 #define KIND "f16"
 #endif
-#define WARPS 4
 
 struct Spec {
     u64 heads, kv_heads, width;  // width: blocks in a row of `tables`

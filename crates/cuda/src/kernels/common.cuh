@@ -181,7 +181,6 @@ __device__ __forceinline__ double block_sum(double v) {
 }
 
 // Tensors of a table are cut into chunks, numbered through; `first` is a tensor's first, `count` its elements.
-#define CHUNK 16384ull
 template <class Piece> __device__ __forceinline__ const Piece& piece_of(const Piece* pieces, u32 number, u64 chunk) {
     u32 low = 0, high = number;
     while (high - low > 1) {

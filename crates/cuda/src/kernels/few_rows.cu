@@ -13,22 +13,20 @@
 #else
 #define KIND "f16"
 #endif
-#define WARPS 8      // that multiply; one more brings the weights
 #define STEP 32      // inputs of one turn of a warp
-// Inputs of a stage, and stages that are under way: as many as registers and shared memory have room for, for two blocks.
 #if TILES == 1
-#define PART 1024
-#define STAGES 2
+#define PART PART_1
+#define STAGES STAGES_1
 #else
-#define PART 512
-#define STAGES 4
+#define PART PART_2
+#define STAGES STAGES_2
 #endif
 #define ROW_BYTES (PART * 2 + 64)  // half of all banks more than its values, so that neighbouring rows lie in different ones
 #define STAGE_BYTES (16 * ROW_BYTES)
 
 // Up to three weights for the same rows. `ends`: the tiles of the first, of the first two, of all. Of a gated pair, whose tiles hold
 // eight outputs of each, the second has none.
-struct Sides { const REAL* w[3]; const REAL* bias[3]; REAL* y[3]; u64 outputs[3]; u64 ends[3]; };
+struct Sides { const REAL* w[MOST_SIDES]; const REAL* bias[MOST_SIDES]; REAL* y[MOST_SIDES]; u64 outputs[MOST_SIDES]; u64 ends[MOST_SIDES]; };
 // `gain`: of the root-mean-square norm of x that comes first, or null. `residual`: what the result is added to, or null.
 struct Rows { const REAL *x, *gain, *residual; u64 inputs; u32 rows; float eps; int activation, gated; };
 

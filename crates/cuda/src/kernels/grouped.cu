@@ -1,6 +1,5 @@
 // Rows by group: a stable counting sort, rows there and back, and sums of each group's rows. Everything has one order.
 
-#define SLOTS 1024  // that a block sorts, one to a thread
 
 // Counts of each block's slots, `[blocks, groups + 1]`; the last column is for slots that go nowhere.
 extern "C" __global__ void count_groups(u64 slots, u64 groups, const i64* ids, u32* counts, u64 op, Fault* fault) {

@@ -4,7 +4,6 @@
 // 16-bit types whose sizes are multiples of 8 go through the tensor cores, in tiles of 128 × 128 with sums in f32, on Hopper by its
 // own instruction; all else through a plain kernel with tiles of 64 × 64. The order of sums depends on the sizes alone.
 
-#define MOST 128  // groups of one launch
 struct Places { u64 at[MOST]; };
 struct Tile { int group, row, end, unused; };
 
@@ -115,8 +114,6 @@ extern "C" __global__ void plain_outer(u64 first, u64 m, u64 n, const int* start
 #define KIND "f16"
 #endif
 // Tensor cores: 8 warps, each with 64 × 32 of the tile; operands come by asynchronous copies, STAGES parts of k under way.
-#define STAGES 4
-#define PART 32                    // of k
 #define OPERAND_BYTES (128 * PART * 2)
 
 __device__ __forceinline__ void fetch16(u32 to, const REAL* from, bool is_there) {
@@ -250,10 +247,8 @@ extern "C" __global__ void __launch_bounds__(256) core_outer(u64 first, u64 m, u
 // Hopper's own instruction takes both operands from shared memory, and its accumulators stay in the registers of four warps: two
 // such teams, each with 64 × 128 of the tile. Parts of 64 of k, in rows of 128 bytes whose chunks are shuffled by the row's number.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define TEAM_STAGES 3
 #define TEAM_AHEAD 2                              // parts that are fetched before they are needed
 #define TEAM_LATE (TEAM_STAGES - TEAM_AHEAD - 1)  // parts still being multiplied when the next begins
-#define TEAM_PART 64
 #define TEAM_OPERAND_BYTES (128 * TEAM_PART * 2)
 
 // Brings parts of an operand, one after the other. Where k runs along memory, row `row` of 128 is 64 of k; where it runs across,

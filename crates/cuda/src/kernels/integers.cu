@@ -11,7 +11,7 @@
 #define HALF_RANGE 128.0f
 #endif
 #define ROUNDER 12582912.0f
-#if PACKS > 4
+#if PACKS > MOST_HELD
 #define HELD (PACKS / 2)
 #define SHARING 2  // warps of a group
 #else
@@ -110,7 +110,7 @@ __device__ __forceinline__ u32 over_group_max(u32 largest, int turn) {
 }
 
 // Which values of a group a thread holds: eight from here on, and from each 256 further.
-__device__ __forceinline__ u64 place_in_group() { return threadIdx.x / 32 % SHARING * (HELD * 256) + (threadIdx.x & 31) * 8; }
+__device__ __forceinline__ u64 place_in_group() { return threadIdx.x / 32 % SHARING * (HELD * PER_WARP) + (threadIdx.x & 31) * 8; }
 
 template <bool WHOLE> __device__ __forceinline__ void write8(u8* integers, u64 first, int count, const u32* found) {
 #if BITS == 8
@@ -149,7 +149,7 @@ template <bool WHOLE, int GROUPS> __device__ __forceinline__ void pack_groups(u6
     for (int g = 0; g < GROUPS; g++) {
         #pragma unroll
         for (int p = 0; p < HELD; p++) {
-            u64 first = start + (g * PACKS + p) * 256;
+            u64 first = start + (g * PACKS + p) * PER_WARP;
             own[g][p] = values_at<WHOLE>(values, first, WHOLE ? 8 : count_of(first, end));
         }
     }
@@ -158,7 +158,7 @@ template <bool WHOLE, int GROUPS> __device__ __forceinline__ void pack_groups(u6
         largest[g] = 0;
         #pragma unroll
         for (int p = 0; p < HELD; p++) {
-            u64 first = start + (g * PACKS + p) * 256;
+            u64 first = start + (g * PACKS + p) * PER_WARP;
             largest[g] = max(largest[g], largest_of(own[g][p], WHOLE ? 8 : count_of(first, end)));
         }
         largest[g] = over_group_max(largest[g], turn);
@@ -172,7 +172,7 @@ template <bool WHOLE, int GROUPS> __device__ __forceinline__ void pack_groups(u6
         if (place_in_group() == 0) write_word(out + (index + g) * 4, __float_as_uint(__fdiv_rn(1.0f, scale)));
         #pragma unroll
         for (int p = 0; p < HELD; p++) {
-            u64 first = start + (g * PACKS + p) * 256;
+            u64 first = start + (g * PACKS + p) * PER_WARP;
             u32 found[8];
             #pragma unroll
             for (int j = 0; j < 8; j++) found[j] = integer_of(widen(own[g][p].v[j]), scale);
@@ -233,7 +233,7 @@ template <bool WHOLE> __device__ __forceinline__ void unpack_group(u64 index, u6
         float step = __uint_as_float(read_word(run + index * 4));
         uint2 words[HELD];
         #pragma unroll
-        for (int p = 0; p < HELD; p++) words[p] = integers_at<WHOLE>(integers, start + p * 256, WHOLE ? 8 : count_of(start + p * 256, end));
+        for (int p = 0; p < HELD; p++) words[p] = integers_at<WHOLE>(integers, start + p * PER_WARP, WHOLE ? 8 : count_of(start + p * PER_WARP, end));
         #pragma unroll
         for (int p = 0; p < HELD; p++) {
             #pragma unroll
@@ -250,7 +250,7 @@ template <bool WHOLE> __device__ __forceinline__ void unpack_group(u64 index, u6
     }
     #pragma unroll
     for (int p = 0; p < HELD; p++) {
-        u64 first = start + p * 256;
+        u64 first = start + p * PER_WARP;
         #pragma unroll
         for (int j = 0; j < 8; j++) sums[p][j] = __fmul_rn(sums[p][j], factor);
         int count = WHOLE ? 8 : count_of(first, end);

@@ -84,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_held(u64 rows, 
     extern __shared__ uint4 next[];
     // Maximum, sum of exponentials, sum: of each warp. A warp may be a row ahead of another, never two.
     __shared__ float parts[2][3][32];
+    static_assert(sizeof(parts) == HELD_PARTS_BYTES, "so much less is left for rows");
     int packs = int(classes / 8), lane = threadIdx.x & 31, warp = threadIdx.x >> 5, turn = 0;
     auto fetch = [&](u64 r) {
         if (r >= rows) return;

@@ -4,8 +4,6 @@
 // Few rows of x are rounded to eight bits too, each block with a scale of its own. A block of a weight by a block of eight rows is
 // then one instruction of the tensor cores, whose result the scales multiply. For many rows the weight is widened first.
 
-#define BLOCK 32
-#define WARPS 16  // of a block of threads, at most
 // Blocks whose weights a warp has under way before the kernels that make x have ended.
 #define HELD 4
 #define ROWS (8 * CHUNKS)
@@ -146,7 +144,7 @@ __device__ __forceinline__ void multiply(const Part& part, u32 x0, u32 x1, float
 }
 
 // Up to three weights for the same rows. `ends`: the groups of sixteen outputs of the first, of the first two, of all.
-struct Sides { const u8* lines[3]; const u16* scales[3]; const REAL* bias[3]; REAL* y[3]; u64 outputs[3]; u64 ends[3]; };
+struct Sides { const u8* lines[MOST_SIDES]; const u16* scales[MOST_SIDES]; const REAL* bias[MOST_SIDES]; REAL* y[MOST_SIDES]; u64 outputs[MOST_SIDES]; u64 ends[MOST_SIDES]; };
 
 // y = f(x·Wᵀ + b): a block of threads per sixteen outputs; its warps share the inputs out among them. Of a gated pair, half of the
 // warps are each weight's.

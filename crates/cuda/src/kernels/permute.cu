@@ -3,7 +3,7 @@
 // Along an axis: how many places, how far apart in source and target, and a division by their number as a product.
 struct Axis { u64 size, from, to; u32 multiplier, shift; };
 // The one that changes fastest comes first.
-struct Axes { u64 count; Axis axis[8]; };
+struct Axes { u64 count; Axis axis[MAX_DIMS]; };
 
 #ifdef FAR
 typedef u64 Index;
@@ -35,7 +35,6 @@ extern "C" __global__ void move_words(u64 count, const REAL* x, REAL* y, const _
 
 // Where neighbours along `a` are next to each other in the source, and along `b` in the target: tiles that are read along one
 // and written along the other.
-#define TILE 32
 extern "C" __global__ void turn_tiles(const REAL* x, REAL* y, u64 a_size, u64 a_to, u64 b_size, u64 b_from,
                                       const __grid_constant__ Axes others) {
     __shared__ REAL tile[TILE][TILE + 1];

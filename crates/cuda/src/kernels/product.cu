@@ -10,7 +10,7 @@ __device__ __forceinline__ void finish(float sum, const REAL* bias, u64 column, 
 #define HELD 6  // packs of the weight that a thread has under way before the kernels that make x have ended
 
 // Up to three weights for the same rows. `ends`: the columns of the first, of the first two, of all.
-struct Sides { const REAL* w[3]; const REAL* bias[3]; REAL* y[3]; u64 ends[3]; };
+struct Sides { const REAL* w[MOST_SIDES]; const REAL* bias[MOST_SIDES]; REAL* y[MOST_SIDES]; u64 ends[MOST_SIDES]; };
 
 // y = x·Wᵀ, W [outputs, inputs]: a warp per output.
 extern "C" __global__ void few_rows_out_in(const __grid_constant__ Sides sides, u64 inputs, const REAL* x, REAL* before, int activation) {

@@ -16,9 +16,6 @@
 #define JOIN(a, b) a##b
 #define NAME_OF(real) JOIN(NAME_OF_, real)
 #define KIND NAME_OF(REAL)
-#define ROWS 32      // that there is room for
-#define OUTPUTS 128
-#define PART 64                                       // inputs of a stage: a row of them has 128 bytes
 #define WEIGHT_BYTES (OUTPUTS * PART * 2)
 #define STAGE_BYTES (WEIGHT_BYTES + ROWS * PART * 2)
 #if ROOM == 1
@@ -36,7 +33,7 @@
 // How a matrix lies in memory, as the copying unit reads it (cuTensorMapEncodeTiled).
 struct __align__(64) Map { u64 words[16]; };
 // Up to three weights for the same rows. `ends`: the tiles of the first, of the first two, of all.
-struct Sides { Map w[3]; const REAL* bias[3]; REAL* y[3]; u64 outputs[3]; u64 ends[3]; };
+struct Sides { Map w[MOST_SIDES]; const REAL* bias[MOST_SIDES]; REAL* y[MOST_SIDES]; u64 outputs[MOST_SIDES]; u64 ends[MOST_SIDES]; };
 struct Rows { Map x; const REAL* residual; u64 inputs; u32 rows; int activation, gated; };
 
 // A box of 64 inputs by the map's number of rows.

@@ -185,24 +185,6 @@ pub trait Attention: Memory {
         place: &Tensor,
         out: HeadsOut<'_>,
     ) -> Result<()>;
-    /// Whether [`Attention::attention_paged`] knows heads of this type and width.
-    fn reads_pages(&self, _dtype: DType, _dim: usize) -> bool {
-        false
-    }
-    /// Whether [`Attention::attention_paged`] turns queries and keys on its way.
-    fn turns_pages(&self) -> bool {
-        false
-    }
-    /// Appends keys and values of the rows to a cache in blocks, and attends over it. `new` are queries, keys and values.
-    fn attention_paged(
-        &self,
-        _spec: &PagedSpec<'_>,
-        _new: [&Tensor; 3],
-        _caches: [Out<'_>; 2],
-        _out: Out<'_>,
-    ) -> Result<()> {
-        Err(TensorError::argument("attention_paged", "this device has no kernel for it"))
-    }
     /// Rotates the first `2·cos.last()` channels of each head in place, by tables `[batch or 1, tokens, pairs]` in f32.
     /// `inverse` rotates back, which is the gradient.
     fn rotary(
@@ -216,4 +198,26 @@ pub trait Attention: Memory {
         interleaved: bool,
         inverse: bool,
     ) -> Result<()>;
+}
+
+/// Attention over a cache in blocks.
+pub trait PagedAttention: Memory {
+    /// Whether [`PagedAttention::attention_paged`] knows heads of this type and width.
+    fn reads_pages(&self, _dtype: DType, _dim: usize) -> bool {
+        false
+    }
+    /// Whether [`PagedAttention::attention_paged`] turns queries and keys on its way.
+    fn turns_pages(&self) -> bool {
+        false
+    }
+    /// Appends keys and values of the rows to a cache in blocks, and attends over it. `new` are queries, keys and values.
+    fn attention_paged(
+        &self,
+        _spec: &PagedSpec<'_>,
+        _new: [&Tensor; 3],
+        _caches: [Out<'_>; 2],
+        _out: Out<'_>,
+    ) -> Result<()> {
+        Err(TensorError::argument("attention_paged", "this device has no kernel for it"))
+    }
 }

@@ -3,7 +3,8 @@
 //! How many rows a group has stands in the device's memory, so that nobody waits for it. Buffers have room for all rows
 //! that there could be; those behind the last group are zero in every result.
 
-use super::{Matrix, MatrixOut};
+use crate::backend::{Activation, Matrix, MatrixOut, Memory};
+use crate::error::Result;
 use crate::out::Out;
 use crate::tensor::Tensor;
 
@@ -44,4 +45,46 @@ pub struct RoutedRows<'a> {
     pub place: &'a Tensor,
     /// Slots per token.
     pub chosen: usize,
+}
+
+/// Work on rows that are sorted by group.
+pub trait Grouped: Memory {
+    /// Sorts slots by their group `ids`, in order within each: how many each group has into `counts`, and the two directions
+    /// of [`RoutedRows`]. A slot whose id is the number of groups goes nowhere.
+    fn sort_groups(&self, ids: &Tensor, counts: Out<'_>, order: Out<'_>, place: Out<'_>) -> Result<()>;
+    /// `y[row] = x[token of row]`, zero behind the last row.
+    fn spread_rows(&self, x: &Tensor, rows: &RoutedRows<'_>, y: Out<'_>) -> Result<()>;
+    /// `y[token] = Σ weight·x[row]` over the token's slots in order, summed in f32; without weights each is one.
+    fn collect_rows(
+        &self,
+        x: &Tensor,
+        rows: &RoutedRows<'_>,
+        weights: Option<&Tensor>,
+        y: Out<'_>,
+    ) -> Result<()>;
+    /// Gradients of [`Grouped::collect_rows`] from `[x, weights, dy]`.
+    fn collect_rows_backward(
+        &self,
+        inputs: [&Tensor; 3],
+        rows: &RoutedRows<'_>,
+        dx: Out<'_>,
+        dweights: Out<'_>,
+    ) -> Result<()>;
+    /// Products of groups of rows, each with a matrix of its own.
+    fn grouped_gemm(&self, grouped: GroupedGemm<'_>) -> Result<()>;
+    /// Of each group of rows, the product of one tensor's transposed with another's.
+    fn grouped_outer(&self, grouped: GroupedOuter<'_>) -> Result<()>;
+    /// Of each group of rows that has a place for it, their sum.
+    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: Vec<Option<MatrixOut<'_>>>) -> Result<()>;
+    /// As [`Pointwise::gated_backward_in_place`], with `rebuilds`, of rows `[gate, up, dy]` each of which counts with the weight
+    /// of its slot: `dy` is the gradient of what is weighted. All three become weighted, and `dweights` the gradients of the
+    /// weights; those of slots without a row are zero. Rows without a slot are zero.
+    fn weighted_gated_backward(
+        &self,
+        activation: Activation,
+        rows: &RoutedRows<'_>,
+        weights: &Tensor,
+        values: [Out<'_>; 3],
+        dweights: Out<'_>,
+    ) -> Result<()>;
 }

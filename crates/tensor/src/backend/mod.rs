@@ -5,28 +5,40 @@
 //! that nobody else sees them ([`Out`](crate::Out)), and fully overwritten, unless a method says that it accumulates.
 
 mod attention;
+mod broadcasts;
 mod copies;
+mod few_rows;
 mod grouped;
+mod images;
 mod integers;
+mod losses;
 mod memory;
+mod norms;
 mod one_bit;
+mod permutations;
 mod pointwise;
 mod products;
+mod reductions;
 mod rows;
-mod sums;
 mod updates;
 mod work;
 
-pub use attention::{Attention, AttentionSpec, HeadPlaces, Heads, HeadsOut, WeightGrid};
+pub use attention::{Attention, AttentionSpec, HeadPlaces, Heads, HeadsOut, PagedAttention, WeightGrid};
+pub use broadcasts::{Binary, Broadcasts, Comparison};
 pub use copies::{Copies, ReadLater};
-pub use grouped::{GroupedGemm, GroupedOuter, RoutedRows};
+pub use few_rows::{FewRows, FewRowsProducts, FewRowsWeight, PackedLayer, PackedProducts};
+pub use grouped::{Grouped, GroupedGemm, GroupedOuter, RoutedRows};
+pub use images::{Images, Window2d};
 pub use integers::{Integers, RunForm, Runs};
+pub use losses::{ClassPart, CrossEntropyOptions, LossGradient, LossParts, Losses};
 pub use memory::{Memory, RawBlock};
+pub use norms::{NormKind, Norms};
 pub use one_bit::{OneBit, OneBitOperands, OneBitPace, OneBitPass, Rounding, SignMessages, Signed};
-pub use pointwise::{Activation, Binary, Comparison, Pointwise, Unary};
-pub use products::{FewRows, FewRowsWeight, Gemm, Matrix, MatrixOut, PackedLayer, Products, Screen};
-pub use rows::{Rows, Window2d};
-pub use sums::{ClassPart, CrossEntropyOptions, LossGradient, NormKind, Reduction, Sums};
+pub use permutations::Permutations;
+pub use pointwise::{Activation, Pointwise, Unary};
+pub use products::{Gemm, Matrix, MatrixOut, Products, Screen};
+pub use reductions::{Reduction, Reductions};
+pub use rows::Rows;
 pub use updates::{Clipping, Measured, Update, UpdateOperands, Updates, sum_of_words};
 pub use work::{Mark, Work};
 
@@ -40,12 +52,50 @@ use crate::tensor::Tensor;
 
 /// A device: memory and kernels.
 pub trait Backend:
-    Work + Copies + Products + Attention + Rows + Pointwise + Sums + Updates + Integers + OneBit
+    Work
+    + Copies
+    + Products
+    + FewRowsProducts
+    + PackedProducts
+    + Grouped
+    + Attention
+    + PagedAttention
+    + Rows
+    + Permutations
+    + Images
+    + Pointwise
+    + Broadcasts
+    + Norms
+    + Losses
+    + LossParts
+    + Reductions
+    + Updates
+    + Integers
+    + OneBit
 {
 }
 
 impl<T> Backend for T where
-    T: Work + Copies + Products + Attention + Rows + Pointwise + Sums + Updates + Integers + OneBit
+    T: Work
+        + Copies
+        + Products
+        + FewRowsProducts
+        + PackedProducts
+        + Grouped
+        + Attention
+        + PagedAttention
+        + Rows
+        + Permutations
+        + Images
+        + Pointwise
+        + Broadcasts
+        + Norms
+        + Losses
+        + LossParts
+        + Reductions
+        + Updates
+        + Integers
+        + OneBit
 {
 }
 

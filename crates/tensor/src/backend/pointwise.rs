@@ -1,6 +1,6 @@
 //! Element by element: activations, arithmetic, comparisons, dropout.
 
-use crate::backend::{Copies, Products, RoutedRows};
+use crate::backend::Memory;
 use crate::error::Result;
 use crate::out::Out;
 use crate::random::RandomKey;
@@ -68,36 +68,8 @@ pub enum Unary {
     Power(f32),
 }
 
-/// Elementwise functions of two operands, with broadcasting.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Binary {
-    /// `a + b`
-    Add,
-    /// `a - b`
-    Sub,
-    /// `a · b`
-    Mul,
-    /// `a / b`
-    Div,
-    /// `max(a, b)`
-    Max,
-    /// `min(a, b)`
-    Min,
-}
-
-/// Comparisons, with broadcasting; the result is `Bool`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Comparison {
-    /// `a = b`
-    Equal,
-    /// `a < b`
-    Less,
-    /// `a ≤ b`
-    LessEqual,
-}
-
-/// Elementwise work of a device.
-pub trait Pointwise: Copies + Products {
+/// Element by element.
+pub trait Pointwise: Memory {
     /// `dx = dy · f'(x)`, `x` the value before the activation.
     fn activation_backward(&self, activation: Activation, x: &Tensor, dy: &Tensor, dx: Out<'_>)
     -> Result<()>;
@@ -135,17 +107,6 @@ pub trait Pointwise: Copies + Products {
         dy: Out<'_>,
         rebuilds: bool,
     ) -> Result<()>;
-    /// As [`Pointwise::gated_backward_in_place`], with `rebuilds`, of rows `[gate, up, dy]` each of which counts with the weight
-    /// of its slot: `dy` is the gradient of what is weighted. All three become weighted, and `dweights` the gradients of the
-    /// weights; those of slots without a row are zero. Rows without a slot are zero.
-    fn weighted_gated_backward(
-        &self,
-        activation: Activation,
-        rows: &RoutedRows<'_>,
-        weights: &Tensor,
-        values: [Out<'_>; 3],
-        dweights: Out<'_>,
-    ) -> Result<()>;
     /// Gradients of [`Pointwise::gated`].
     fn gated_backward(
         &self,
@@ -170,12 +131,6 @@ pub trait Pointwise: Copies + Products {
     fn unary_in_place(&self, op: Unary, x: Out<'_>) -> Result<()>;
     /// `dx = dy · f'(x)`.
     fn unary_backward(&self, op: Unary, x: &Tensor, dy: &Tensor, dx: Out<'_>) -> Result<()>;
-    /// Elementwise with broadcasting.
-    fn binary(&self, op: Binary, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()>;
     /// `target += source`, same shape, rounded once.
     fn add_assign(&self, target: Out<'_>, source: &Tensor) -> Result<()>;
-    /// Elementwise comparison with broadcasting.
-    fn compare(&self, op: Comparison, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()>;
-    /// `y = condition ? a : b` with broadcasting of all three.
-    fn select(&self, condition: &Tensor, a: &Tensor, b: &Tensor, y: Out<'_>) -> Result<()>;
 }

@@ -1,10 +1,8 @@
 //! Matrix products, alone, side by side and by group of rows.
 
-use crate::backend::{Activation, GroupedGemm, GroupedOuter, Memory};
-use crate::dtype::DType;
-use crate::error::{Result, TensorError};
+use crate::backend::{Activation, Memory};
+use crate::error::Result;
 use crate::out::{Out, Part};
-use crate::packed::{PackedBits, PackedWeight};
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 
@@ -127,95 +125,22 @@ pub trait Screen: Send {
     fn largest(&mut self, weight: &Tensor, x: &Tensor, count: usize) -> Result<Option<Vec<(usize, f32)>>>;
 }
 
-/// A weight of few bits, and where its product goes.
-#[derive(Debug)]
-pub struct PackedLayer<'a> {
-    /// `[outputs, inputs]`.
-    pub weight: &'a PackedWeight,
-    /// A value for each output.
-    pub bias: Option<&'a Tensor>,
-    /// The result.
-    pub y: Out<'a>,
-}
-
-/// A weight `[outputs, inputs]` of a product of few rows.
-#[derive(Debug, Clone, Copy)]
-pub enum FewRowsWeight<'a> {
-    /// In the type of the rows.
-    Whole(&'a Tensor),
-    /// In few bits.
-    Packed(&'a PackedWeight),
-}
-
-/// A product of few rows, with what stands before and behind it in a block of a model.
-#[derive(Debug)]
-pub struct FewRows<'a> {
-    /// `[rows, inputs]`.
-    pub x: &'a Tensor,
-    /// The gain `[inputs]` of a root-mean-square norm of `x` that comes first, and what is added to the mean square.
-    pub norm: Option<(&'a Tensor, f32)>,
-    /// Weights `[outputs, inputs]`, each with perhaps a bias.
-    pub layers: Vec<(FewRowsWeight<'a>, Option<&'a Tensor>)>,
-    /// Applied to the results; of a gated pair, to that of the first, the gate.
-    pub activation: Option<Activation>,
-    /// Whether there are two layers with one result, their product.
-    pub is_gated: bool,
-    /// What the only result is added to.
-    pub residual: Option<&'a Tensor>,
-    /// Where the results go.
-    pub results: Vec<Out<'a>>,
-}
-
-/// Products of a device.
+/// Matrix products of a device.
 pub trait Products: Memory {
     /// Matrix product with fused epilogue.
     fn gemm(&self, gemm: Gemm<'_>) -> Result<()>;
-    /// Whether [`Products::gemm_packed`] takes weights of such bits.
-    fn takes_packed(&self, _bits: PackedBits) -> bool {
-        false
-    }
-    /// `y = f(x·Wᵀ + b)` with each of some weights of few bits. `false`: the device has no kernel for it, and nothing was done.
-    fn gemm_packed(
-        &self,
-        _x: &Tensor,
-        _layers: Vec<PackedLayer<'_>>,
-        _activation: Option<Activation>,
-    ) -> Result<bool> {
-        Ok(false)
-    }
-    /// A small copy of `weight`, `[rows, width]`, for finding its largest products with one vector at a time; the rows of
-    /// `examples` are vectors such as will come. `None` where the device knows no better way than the whole product.
-    fn screen(&self, _weight: &Tensor, _examples: &Tensor) -> Result<Option<Box<dyn Screen>>> {
-        Ok(None)
-    }
-    /// Sums a `[rows, columns]` matrix over its rows.
-    fn sum_rows(&self, x: &Tensor, target: Out<'_>) -> Result<()>;
-    /// Takes rows of `x` apart into up to three: `parts[i]` gets as many columns as it is wide, from left to right. For devices
-    /// with [`Products::joined_rows`].
-    fn split_columns(&self, _x: &Tensor, _parts: Vec<Out<'_>>) -> Result<()> {
-        Err(TensorError::argument("split_columns", "this device has no kernel for it"))
+    /// Several products; a device may compute those with the same few rows on the left at once.
+    fn gemms(&self, products: Vec<Gemm<'_>>) -> Result<()> {
+        products.into_iter().try_for_each(|product| self.gemm(product))
     }
     /// How many rows on the left are worth computing products with neighbouring weights as one, and taking its result apart; more
     /// than the first, at most the second. `None`: it never is.
     fn joined_rows(&self) -> Option<[usize; 2]> {
         None
     }
-    /// Several products; a device may compute those with the same few rows on the left at once.
-    fn gemms(&self, products: Vec<Gemm<'_>>) -> Result<()> {
-        products.into_iter().try_for_each(|product| self.gemm(product))
+    /// A small copy of `weight`, `[rows, width]`, for finding its largest products with one vector at a time; the rows of
+    /// `examples` are vectors such as will come. `None` where the device knows no better way than the whole product.
+    fn screen(&self, _weight: &Tensor, _examples: &Tensor) -> Result<Option<Box<dyn Screen>>> {
+        Ok(None)
     }
-    /// The most rows that [`Products::few_rows`] may take of a type, with a norm or without, by weights of that type or of few bits.
-    fn most_few_rows(&self, _dtype: DType, _normed: bool, _bits: Option<PackedBits>) -> usize {
-        0
-    }
-    /// Products of few rows as one kernel. `false`: the device has none for it, and nothing was done.
-    fn few_rows(&self, _step: FewRows<'_>) -> Result<bool> {
-        Ok(false)
-    }
-    /// Products of groups of rows, each with a matrix of its own.
-    fn grouped_gemm(&self, grouped: GroupedGemm<'_>) -> Result<()>;
-    /// Of each group of rows, the product of one tensor's transposed with another's.
-    fn grouped_outer(&self, grouped: GroupedOuter<'_>) -> Result<()>;
-    /// Of each group of rows that has a place for it, their sum.
-    fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: Vec<Option<MatrixOut<'_>>>) -> Result<()>;
 }

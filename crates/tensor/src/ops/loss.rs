@@ -23,7 +23,7 @@ pub trait RowLoss {
     fn classes(&self, own: usize) -> usize {
         own
     }
-    /// As [`Sums::cross_entropy_rows`](crate::backend::Sums::cross_entropy_rows).
+    /// As [`Sums::cross_entropy_rows`](crate::backend::Losses::cross_entropy_rows).
     fn rows(
         &self,
         logits: &mut Tensor,
