@@ -29,3 +29,9 @@ pub use manifest::{Dtype, GroupState, Kind, Manifest, Origin, TensorEntry, Train
 pub use part::Part;
 pub use save::{Contents, Target, agree, all_or_none, save};
 pub use shard::{PieceBytes, PieceSpec};
+
+#[cfg(test)]
+extern crate self as ferrospeed_checkpoint;
+#[cfg(test)]
+#[path = "../tests/it/main.rs"]
+mod it;

@@ -51,7 +51,8 @@ fn main() -> Result<(), Failure> {
     let (rank, ranks) = (world.rank(), world.size() as u64);
     let (config, _) =
         Config::from_str("custom_model", CONFIG)?.resolve(ranks.try_into()?, &AutoValues::new())?;
-    let (mut engine, model) = initialize(&Setup::new(config, world, ferrospeed_cpu::device()), Product::new)?;
+    let (mut engine, model) =
+        initialize(&Setup::new(config, world, ferrospeed::cpu::device()), Product::new)?;
     let mut last = f32::INFINITY;
     for step in 0..400 {
         let (x, y) = batch(rank, step, engine.device())?;

@@ -9,6 +9,7 @@ mod commands;
 mod curriculum;
 mod data;
 mod examined;
+mod examples;
 mod experts;
 mod launch;
 mod launchers;
