@@ -25,6 +25,7 @@ mod checkpoint_which;
 mod completions;
 mod config;
 mod data;
+mod data_inspect;
 mod device;
 mod doctor;
 mod estimate;
