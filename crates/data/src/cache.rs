@@ -1,8 +1,8 @@
 //! Texts are turned into a token file once, beside the run; every rank, and every later run of the same data, reads
 //! that.
 //!
-//! A cache of the name `tokens-KEY` is three files: `.bin`, the tokens, `.ends`, where documents end in them, and `.json`, what
-//! they were made from, how many they are and their checksum, which is written last and so vouches for the others. The key covers the texts' paths and content, the tokenizer and
+//! A cache of the name `tokens-KEY` is three files, of samples four: `.bin`, the tokens, `.ends`, where documents end in them, `.mask`, a byte
+//! for each token of samples that says whether it is learnt, and `.json`, what they were made from, how many they are and their checksum, which is written last and so vouches for the others. The key covers the texts' paths and content, the tokenizer and
 //! the separator: when any of them changes, another file is made, and so when the files are not what was written. Ranks that start together
 //! find one builder: it holds a lock, which the system takes back if it dies. What it makes are new files that take their names when they
 //! are complete, so that nothing is written through a link; those that killed builders left are removed.
@@ -13,17 +13,18 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use ferrospeed_text::{Codec, Sample};
 use serde::{Deserialize, Serialize};
 
 use crate::TokenStream;
-use crate::codec::Codec;
 use crate::documents::{Documents, Piece};
 use crate::ends::{Ends, EndsWriter};
 use crate::error::{DataError, Result};
 use crate::new_file::{New, Summed};
 use crate::sampler::mix;
+use crate::samples::Counted;
 use crate::stamp::{FileStamp, stamps};
-use crate::token_file::{TokenFile, TokenType};
+use crate::token_file::{TokenFile, TokenType, read_at};
 
 /// Text is handed to the tokenizer in batches of about this size.
 const BATCH_BYTES: usize = 4 << 20;
@@ -67,8 +68,11 @@ struct Manifest {
     tokens: u64,
     documents: u64,
     vocabulary: u64,
-    /// Of both files, of what was written to them.
+    /// Of all files, of what was written to them.
     checksum: u32,
+    /// What became of samples, where it is made of those.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    counted: Option<Counted>,
 }
 
 impl Recipe {
@@ -104,17 +108,20 @@ impl Recipe {
         }
     }
 
-    fn total_bytes(&self) -> u64 {
+    pub(crate) fn total_bytes(&self) -> u64 {
         self.files.iter().map(|file| file.bytes).sum()
     }
 }
 
-/// The token file of `recipe` in `folder`, made from `documents` if it is not there.
+/// Writes the tokens of a recipe.
+pub(crate) type Fill<'a> = &'a mut dyn FnMut(&mut Writer<'_>, &Recipe, Tell<'_>) -> Result<()>;
+
+/// The token file of `recipe` in `folder`, made by `fill` if it is not there.
 pub(crate) fn open_or_make(
     folder: &Path,
     recipe: Recipe,
     codec: &Codec,
-    documents: &mut dyn Documents,
+    fill: Fill<'_>,
     tell: Tell<'_>,
 ) -> Result<CachedTokens> {
     ferrospeed_files::create_folder(folder).map_err(DataError::io(folder))?;
@@ -131,7 +138,7 @@ pub(crate) fn open_or_make(
     }
     // Whatever tokens they were of: nobody may ever make the same again.
     ferrospeed_files::unfinished::remove_files(folder);
-    make(&tokens, &manifest, recipe.clone(), codec, documents, tell)?;
+    make(&tokens, &manifest, recipe.clone(), codec, fill, tell)?;
     open(&tokens, &manifest, &recipe)?
         .ok_or_else(|| DataError::bad_file(&manifest, "is not what was just written to it"))
 }
@@ -166,20 +173,27 @@ fn open(tokens: &Path, manifest: &Path, recipe: &Recipe) -> Result<Option<Cached
     {
         return Ok(None);
     }
-    let ends = tokens.with_extension("ends");
-    if bytes <= CHECKED_BYTES && checksum([tokens, &ends]).ok() != Some(found.checksum) {
+    let [ends, mask_path] = ["ends", "mask"].map(|extension| tokens.with_extension(extension));
+    let masks = found.counted.map(|_| &*mask_path);
+    let all: Vec<&Path> = [tokens, &ends].into_iter().chain(masks).collect();
+    if bytes <= CHECKED_BYTES && checksum(&all).ok() != Some(found.checksum) {
         return Ok(None);
     }
+    let mask = match masks.map(ferrospeed_files::open) {
+        Some(Ok(file)) => Some((mask_path, file)),
+        Some(Err(_)) => return Ok(None),
+        None => None,
+    };
     let Some(ends) = Ends::open(&ends, found.documents)? else { return Ok(None) };
     let file = TokenFile::open(tokens, found.token_type)?;
-    Ok(Some(CachedTokens { file, ends, vocabulary: found.vocabulary }))
+    Ok(Some(CachedTokens { file, ends, mask, counted: found.counted, vocabulary: found.vocabulary }))
 }
 
 /// The checksum of a cache's files.
-fn checksum(files: [&Path; 2]) -> Result<u32> {
+fn checksum(files: &[&Path]) -> Result<u32> {
     let mut sum = crc32fast::Hasher::new();
     let mut block = vec![0; 1 << 20];
-    for path in files {
+    for &path in files {
         let mut file = ferrospeed_files::open(path).map_err(DataError::io(path))?;
         loop {
             let count = file.read(&mut block).map_err(DataError::io(path))?;
@@ -197,16 +211,20 @@ fn make(
     manifest: &Path,
     recipe: Recipe,
     codec: &Codec,
-    documents: &mut dyn Documents,
+    fill: Fill<'_>,
     tell: Tell<'_>,
 ) -> Result<()> {
-    let ends = tokens.with_extension("ends");
+    let [ends, mask] = ["ends", "mask"].map(|extension| tokens.with_extension(extension));
     let ((partial, file), (partial_ends, ends_file)) = (New::beside(tokens)?, New::beside(&ends)?);
-    let out = Writer::new(&partial, file, EndsWriter::new(&partial_ends.path, ends_file), codec);
-    let Written { tokens: tokens_made, documents: documents_made, checksum: written } =
-        write_tokens(out, &recipe, codec, documents, tell)?;
+    let (partial_mask, mask_file) = New::beside(&mask)?;
+    let mut out = Writer::new(&partial, file, EndsWriter::new(&partial_ends.path, ends_file), codec);
+    out.mask = Some((&partial_mask.path, BufWriter::with_capacity(1 << 18, Summed::new(mask_file))));
+    fill(&mut out, &recipe, tell)?;
+    let made = out.finish(&recipe)?;
     // What lies there is looked at once more: somebody may have cut it while the rest was written.
-    if checksum([&partial.path, &partial_ends.path])? != written {
+    let masks = made.counted.map(|_| &*partial_mask.path);
+    let all: Vec<&Path> = [&*partial.path, &partial_ends.path].into_iter().chain(masks).collect();
+    if checksum(&all)? != made.checksum {
         let why = "is not what was written to it: somebody else changed it, or the disk did; start again";
         return Err(DataError::bad_file(&partial.path, why));
     }
@@ -214,16 +232,20 @@ fn make(
     let about = Manifest {
         made_from: recipe,
         token_type: TokenType::for_vocabulary(codec.vocabulary()),
-        tokens: tokens_made,
-        documents: documents_made,
+        tokens: made.tokens,
+        documents: made.documents,
         vocabulary: codec.vocabulary(),
-        checksum: written,
+        checksum: made.checksum,
+        counted: made.counted,
     };
     let text = serde_json::to_vec_pretty(&about).map_err(|error| DataError::io(manifest)(error.into()))?;
     let (vouching, mut file) = New::beside(manifest)?;
     file.write_all(&text).map_err(DataError::io(&vouching.path))?;
     partial.takes(tokens)?;
     partial_ends.takes(&ends)?;
+    if masks.is_some() {
+        partial_mask.takes(&mask)?;
+    }
     vouching.takes(manifest)
 }
 
@@ -231,18 +253,19 @@ fn make(
 struct Written {
     tokens: u64,
     documents: u64,
-    /// Of the tokens, then of the ends.
+    /// Of the tokens, then of the ends, then of the mask.
     checksum: u32,
+    counted: Option<Counted>,
 }
 
 /// Writes the tokens of all documents, a separator after each, and where they end.
-fn write_tokens(
-    mut writer: Writer<'_>,
+pub(crate) fn write_documents(
+    writer: &mut Writer<'_>,
     recipe: &Recipe,
     codec: &Codec,
     documents: &mut dyn Documents,
     tell: Tell<'_>,
-) -> Result<Written> {
+) -> Result<()> {
     let mut batch = Batch::default();
     loop {
         let mut text = Vec::new();
@@ -251,45 +274,34 @@ fn write_tokens(
             batch.add(text, piece == Piece::Last);
         }
         if batch.bytes >= BATCH_BYTES || piece == Piece::End {
-            batch.write(codec, &recipe.separator, &mut writer)?;
+            batch.write(codec, &recipe.separator, writer)?;
             let (bytes, total_bytes) = (documents.bytes_read(), recipe.total_bytes());
             if tell(Preparing { bytes, total_bytes, tokens: writer.tokens }).is_break() {
                 return Err(DataError::Stopped);
             }
         }
         if piece == Piece::End {
-            break;
+            return Ok(());
         }
     }
-    if writer.tokens == 0 {
-        let first = recipe.files.first().map(|file| file.path.clone()).unwrap_or_default();
-        let why = match recipe.files.len() {
-            0 | 1 => "is empty: there is no text in it".to_owned(),
-            files => format!("is empty, and so are all {files} files: there is no text in them"),
-        };
-        return Err(DataError::bad_file(&first, why));
-    }
-    let Writer { path, out, tokens, ends, .. } = writer;
-    let summed = out.into_inner().map_err(|error| DataError::io(path)(error.into_error()))?;
-    let mut sum = summed.finish().map_err(DataError::io(path))?;
-    let (documents, of_ends) = ends.finish()?;
-    sum.combine(&of_ends);
-    Ok(Written { tokens, documents, checksum: sum.finalize() })
 }
 
-struct Writer<'a> {
+/// Writes tokens, where documents end, and of samples what is learnt.
+pub(crate) struct Writer<'a> {
     path: &'a Path,
     out: BufWriter<Summed>,
     bytes_per_token: usize,
-    tokens: u64,
+    pub(crate) tokens: u64,
     ends: EndsWriter,
+    mask: Option<(&'a Path, BufWriter<Summed>)>,
+    counted: Option<Counted>,
 }
 
 impl<'a> Writer<'a> {
     fn new(partial: &'a New, file: File, ends: EndsWriter, codec: &Codec) -> Writer<'a> {
         let bytes_per_token = TokenType::for_vocabulary(codec.vocabulary()).bytes() as usize;
         let out = BufWriter::with_capacity(1 << 20, Summed::new(file));
-        Writer { path: &partial.path, out, bytes_per_token, tokens: 0, ends }
+        Writer { path: &partial.path, out, bytes_per_token, tokens: 0, ends, mask: None, counted: None }
     }
 
     fn write(&mut self, ids: &[u32]) -> Result<()> {
@@ -298,6 +310,53 @@ impl<'a> Writer<'a> {
             .try_for_each(|id| self.out.write_all(&id.to_le_bytes()[..self.bytes_per_token]))
             .map_err(DataError::io(self.path))
     }
+
+    /// One sample, which is a document.
+    pub(crate) fn sample(&mut self, sample: &Sample) -> Result<()> {
+        self.write(&sample.tokens)?;
+        self.ends.write(self.tokens)?;
+        let Some((path, mask)) = &mut self.mask else { return Ok(()) };
+        let bytes: Vec<u8> = sample.trained.iter().map(|&trained| trained.into()).collect();
+        mask.write_all(&bytes).map_err(DataError::io(path))
+    }
+
+    /// What became of all samples, once they are written.
+    pub(crate) fn counted(&mut self, counted: Counted) {
+        self.counted = Some(counted);
+    }
+
+    fn finish(self, recipe: &Recipe) -> Result<Written> {
+        let Writer { path, out, tokens, ends, mask, counted, .. } = self;
+        if tokens == 0 {
+            return Err(nothing(recipe, counted));
+        }
+        let mut sum = summed(path, out)?;
+        let (documents, of_ends) = ends.finish()?;
+        sum.combine(&of_ends);
+        if let (Some((path, mask)), Some(_)) = (mask, counted) {
+            sum.combine(&summed(path, mask)?);
+        }
+        Ok(Written { tokens, documents, checksum: sum.finalize(), counted })
+    }
+}
+
+fn summed(path: &Path, out: BufWriter<Summed>) -> Result<crc32fast::Hasher> {
+    let summed = out.into_inner().map_err(|error| DataError::io(path)(error.into_error()))?;
+    summed.finish().map_err(DataError::io(path))
+}
+
+/// Why there is no token.
+fn nothing(recipe: &Recipe, counted: Option<Counted>) -> DataError {
+    let first = recipe.files.first().map(|file| file.path.clone()).unwrap_or_default();
+    let why = match (counted, recipe.files.len()) {
+        (Some(Counted { samples: 1.., dropped, .. }), _) => format!(
+            "leaves nothing to learn: all {dropped} samples were dropped, for they are longer than data.sequence or what is learnt lies \
+             behind it; take a longer sequence, or data.too_long = \"split\""
+        ),
+        (_, 0 | 1) => "is empty: there is no text in it".to_owned(),
+        (_, files) => format!("is empty, and so are all {files} files: there is no text in them"),
+    };
+    DataError::bad_file(&first, why)
 }
 
 /// Pieces of text that are turned into tokens together.
@@ -356,6 +415,8 @@ impl Batch {
 pub(crate) struct CachedTokens {
     file: TokenFile,
     ends: Ends,
+    mask: Option<(PathBuf, File)>,
+    counted: Option<Counted>,
     vocabulary: u64,
 }
 
@@ -379,5 +440,16 @@ impl TokenStream for CachedTokens {
     fn beginnings(&self, start: u64, count: u64) -> Result<Option<Vec<u64>>> {
         // No document begins where the last one ends.
         self.ends.within(start, count.min(self.len().saturating_sub(start))).map(Some)
+    }
+
+    fn trained(&self, start: u64, count: usize) -> Result<Option<Vec<bool>>> {
+        let Some((path, file)) = &self.mask else { return Ok(None) };
+        let mut bytes = vec![0; count];
+        read_at(path, file, &mut bytes, start)?;
+        Ok(Some(bytes.into_iter().map(|byte| byte != 0).collect()))
+    }
+
+    fn counted(&self) -> Option<Counted> {
+        self.counted
     }
 }

@@ -136,13 +136,8 @@ pub enum DataError {
         len: u64,
     },
     /// A text could not be turned into tokens, or back.
-    #[error("{tokenizer}: {why}")]
-    Tokenizer {
-        /// The `tokenizer.json`.
-        tokenizer: PathBuf,
-        /// What it says.
-        why: String,
-    },
+    #[error(transparent)]
+    Text(#[from] ferrospeed_text::TextError),
 }
 
 impl DataError {

@@ -37,6 +37,26 @@ pub(crate) fn list(paths: &[PathBuf], extensions: &[String]) -> Result<Vec<PathB
     Ok(files)
 }
 
+/// Patterns with `*`, `?` or `[…]` replaced by what they stand for; a file that has such a name is itself.
+pub(crate) fn expand(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let mut all = Vec::new();
+    for path in paths {
+        let text = path.to_string_lossy();
+        if !text.contains(['*', '?', '[']) || path.symlink_metadata().is_ok() {
+            all.push(path.clone());
+            continue;
+        }
+        let bad = |error: &dyn std::fmt::Display| DataError::bad_file(path, format!("as a pattern: {error}"));
+        let found = glob::glob(&text).map_err(|error| bad(&error))?;
+        let found = found.collect::<Result<Vec<_>, _>>().map_err(|error| bad(&error))?;
+        if found.is_empty() {
+            return Err(DataError::bad_file(path, "stands for no file; name files that are there"));
+        }
+        all.extend(found);
+    }
+    Ok(all)
+}
+
 fn collect(path: &Path, extensions: &[String], named: bool, files: &mut Vec<PathBuf>) -> Result<()> {
     let failed = DataError::io(path);
     let kind =
@@ -57,8 +77,11 @@ fn collect(path: &Path, extensions: &[String], named: bool, files: &mut Vec<Path
         return Ok(());
     }
     let extension = path.extension().map(|extension| extension.to_string_lossy().into_owned());
-    let wanted =
-        named || extensions.is_empty() || extension.is_some_and(|extension| extensions.contains(&extension));
+    let wanted = named
+        || extensions.is_empty()
+        || extension.is_some_and(|extension| {
+            extensions.iter().any(|known| known.split(' ').any(|known| known == extension))
+        });
     if kind.is_file() && wanted {
         files.push(path.to_path_buf());
     } else if named {

@@ -1,6 +1,6 @@
 //! Token streams, and the order in which ranks see them.
 //!
-//! A [`Source`] names data: text, JSON lines, Parquet, token files of nanoGPT and Megatron, or none at all. Opened, it
+//! A [`Source`] names data: text, JSON lines, Parquet, samples such as conversations, token files of nanoGPT and Megatron, or none at all. Opened, it
 //! is a [`TokenStream`], a long row of token ids; text becomes one through a [`Codec`]. [`Sequences`] packs a stream
 //! into equal sequences and keeps some for validation. [`Sampler`] says which sequence is the n-th of the run: a pure
 //! function of the seed, so that the order is the same on any number of ranks and a position is one number. [`PoolSampler`] draws
@@ -28,7 +28,6 @@
 //! ```
 
 mod cache;
-mod codec;
 mod difficulty;
 mod documents;
 mod ends;
@@ -38,24 +37,25 @@ mod fingerprint;
 mod megatron;
 mod new_file;
 mod sampler;
+mod samples;
 mod sequences;
 mod source;
 mod stamp;
 mod synthetic;
 mod text;
 mod token_file;
-mod tokenizer_limits;
 
 pub use cache::{Preparing, Tell, unheard};
-pub use codec::{Codec, FileTokenizer};
 pub use difficulty::{
     Admission, Analysis, IndexedData, Metric, MetricIndex, MetricSchedule, Pass, PoolSampler, Scale, analyze,
 };
 pub use error::{DataError, Result};
+pub use ferrospeed_text::{Codec, FileTokenizer};
 pub use fingerprint::Fingerprint;
 pub use sampler::{Position, Sampler};
+pub use samples::{Counted, Rendering, SampleKind, TooLong};
 pub use sequences::{Sequences, Split, counts};
-pub use source::Source;
+pub use source::{SampleFiles, Source};
 pub use synthetic::Synthetic;
 pub use text::ByteText;
 pub use token_file::{TokenFile, TokenType};
@@ -82,6 +82,16 @@ pub trait TokenStream: Send + Sync {
     /// Where documents begin behind token `start` and before `start + count`; `None` where the stream does not know.
     fn beginnings(&self, _start: u64, _count: u64) -> Result<Option<Vec<u64>>> {
         Ok(None)
+    }
+
+    /// Of `count` tokens from `start` on, which are learnt; `None` where all are.
+    fn trained(&self, _start: u64, _count: usize) -> Result<Option<Vec<bool>>> {
+        Ok(None)
+    }
+
+    /// What became of the samples that it is made of, where it is.
+    fn counted(&self) -> Option<Counted> {
+        None
     }
 }
 

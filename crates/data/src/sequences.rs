@@ -9,6 +9,7 @@ use std::sync::Arc;
 use crate::TokenStream;
 use crate::error::{DataError, Result};
 use crate::fingerprint::Fingerprint;
+use crate::samples::Counted;
 
 /// Which part of the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,7 +96,8 @@ impl Sequences {
 
     /// Tells documents apart from now on: where streams know their borders by those, else behind each `end_token`.
     pub fn by_documents(mut self, end_token: Option<i64>) -> Result<Sequences> {
-        let knows = |stream: &Arc<dyn TokenStream>| Ok(stream.beginnings(0, 0)?.is_some());
+        let knows =
+            |stream: &Arc<dyn TokenStream>| -> Result<bool> { Ok(stream.beginnings(0, 0)?.is_some()) };
         let all_know = knows(&self.stream)? && self.apart.as_ref().map_or(Ok(true), knows)?;
         self.borders = match (all_know, end_token) {
             (true, _) => Some(Borders::Known),
@@ -201,6 +203,17 @@ impl Sequences {
             }
         };
         Ok(Some([&[0], &inner[..], &[tokens.len()]].concat()))
+    }
+
+    /// Of the first `count` tokens of a sequence, which are learnt; `None` where all are.
+    pub fn trained(&self, split: Split, index: u64, count: usize) -> Result<Option<Vec<bool>>> {
+        let (stream, start) = self.find(split, index);
+        stream.trained(start, count)
+    }
+
+    /// What became of the samples of each part of the data, where it is samples.
+    pub fn counted(&self) -> Vec<Counted> {
+        [Some(&self.stream), self.apart.as_ref()].into_iter().flatten().filter_map(|s| s.counted()).collect()
     }
 
     /// Where a sequence begins.

@@ -1,15 +1,18 @@
 //! Where tokens come from: the formats a recipe can name.
 
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ferrospeed_text::{Codec, Sample};
+
 use crate::TokenStream;
-use crate::cache::{self, Tell};
-use crate::codec::Codec;
+use crate::cache::{self, Preparing, Tell};
 use crate::documents::{Cut, Documents, JsonLinesTexts, ParquetTexts, TextFiles};
 use crate::error::{DataError, Result};
 use crate::files;
 use crate::megatron;
+use crate::samples::{self, Counted, Rendering, SampleKind, TooLong};
 use crate::synthetic::Synthetic;
 use crate::token_file::{Joined, TokenFile, TokenType};
 
@@ -37,6 +40,8 @@ pub enum Source {
         /// The column that holds the text.
         column: String,
     },
+    /// Conversations, instructions, completions: samples of which a part is learnt.
+    Samples(SampleFiles),
     /// Token ids as numbers, as nanoGPT writes them.
     Tokens {
         /// Files, or folders of `.bin` files.
@@ -60,10 +65,109 @@ pub enum Source {
     },
 }
 
+/// Files of samples, and how they become sequences.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SampleFiles {
+    /// Files, folders of them, or patterns with `*`.
+    pub paths: Vec<PathBuf>,
+    /// What they hold; by default told by the first record.
+    pub kind: Option<SampleKind>,
+    /// How they become tokens.
+    pub rendering: Arc<Rendering>,
+    /// Tokens of a sequence.
+    pub length: u64,
+    /// What becomes of those that are longer.
+    pub too_long: TooLong,
+}
+
+impl SampleFiles {
+    /// What the files hold.
+    pub fn kind(&self) -> Result<SampleKind> {
+        match self.kind {
+            Some(kind) => Ok(kind),
+            None => samples::kind_of(&self.files()?),
+        }
+    }
+
+    /// The files that are meant.
+    pub fn files(&self) -> Result<Vec<PathBuf>> {
+        let extensions: Vec<String> = samples::EXTENSIONS.map(str::to_owned).into();
+        files::list(&files::expand(&self.paths)?, &extensions)
+    }
+
+    fn open(&self, codec: &Codec, cache: &Path, tell: Tell<'_>) -> Result<Arc<dyn TokenStream>> {
+        let (files, kind) = (self.files()?, self.kind()?);
+        let (length, too_long) = (self.length, self.too_long);
+        let what = format!("samples:{kind}:{length}:{}:{}", too_long.name(), self.rendering.key());
+        let recipe = cache::Recipe::new(what, &files, codec)?;
+        let mut fill = |writer: &mut cache::Writer<'_>, recipe: &cache::Recipe, tell: Tell<'_>| {
+            self.write(&files, kind, codec, writer, recipe, tell)
+        };
+        Ok(Arc::new(cache::open_or_make(cache, recipe, codec, &mut fill, tell)?))
+    }
+
+    fn write(
+        &self,
+        files: &[PathBuf],
+        kind: SampleKind,
+        codec: &Codec,
+        writer: &mut cache::Writer<'_>,
+        recipe: &cache::Recipe,
+        tell: Tell<'_>,
+    ) -> Result<()> {
+        let mut packer = samples::Packer::new(self.length, self.too_long, codec.end_token().unwrap_or(0));
+        let total_bytes = recipe.total_bytes();
+        self.each(files, kind, codec, &mut |sample| {
+            packer.add(sample, &mut |samples| samples.iter().try_for_each(|sample| writer.sample(sample)))?;
+            // How far it is within a file that may be compressed is not known.
+            let far = Preparing { bytes: 0, total_bytes, tokens: writer.tokens };
+            if packer.counted.samples.is_multiple_of(TELL_EVERY) && tell(far).is_break() {
+                return Err(DataError::Stopped);
+            }
+            Ok(())
+        })?;
+        let counted =
+            packer.finish(&mut |samples| samples.iter().try_for_each(|sample| writer.sample(sample)))?;
+        writer.counted(counted);
+        Ok(())
+    }
+
+    /// Hands out all samples as the model sees them, before they are cut or laid together.
+    fn each(
+        &self,
+        files: &[PathBuf],
+        kind: SampleKind,
+        codec: &Codec,
+        take: &mut dyn FnMut(Sample) -> Result<()>,
+    ) -> Result<()> {
+        samples::each_record(files, &mut |record| {
+            let sample = self.rendering.sample(kind, &record.value, codec);
+            take(sample.map_err(|why| DataError::bad_place(record.path, record.place(), why))?)?;
+            Ok(ControlFlow::Continue(()))
+        })
+    }
+
+    /// All samples, for whoever wants to look at them, and what would become of them.
+    pub fn inspect(&self, codec: &Codec, look: &mut dyn FnMut(&Sample)) -> Result<Counted> {
+        let mut packer = samples::Packer::new(self.length, self.too_long, 0);
+        self.each(&self.files()?, self.kind()?, codec, &mut |sample| {
+            look(&sample);
+            packer.add(sample, &mut |_| Ok(()))
+        })?;
+        packer.finish(&mut |_| Ok(()))
+    }
+}
+
+/// Samples between two words on how far it is.
+const TELL_EVERY: u64 = 256;
+
 impl Source {
     /// Whether it holds text, which a [`Codec`] turns into tokens.
     pub fn is_text(&self) -> bool {
-        matches!(self, Source::Text { .. } | Source::JsonLines { .. } | Source::Parquet { .. })
+        matches!(
+            self,
+            Source::Text { .. } | Source::JsonLines { .. } | Source::Parquet { .. } | Source::Samples(_)
+        )
     }
 
     /// Whether it names no file at all.
@@ -72,6 +176,7 @@ impl Source {
             Source::Text { paths, .. }
             | Source::JsonLines { paths, .. }
             | Source::Parquet { paths, .. }
+            | Source::Samples(SampleFiles { paths, .. })
             | Source::Tokens { paths, .. }
             | Source::Megatron { prefixes: paths } => paths.is_empty(),
             Source::Synthetic { .. } => false,
@@ -85,6 +190,7 @@ impl Source {
             Source::Text { paths, .. }
             | Source::JsonLines { paths, .. }
             | Source::Parquet { paths, .. }
+            | Source::Samples(SampleFiles { paths, .. })
             | Source::Tokens { paths, .. }
             | Source::Megatron { prefixes: paths } => *paths = new,
             Source::Synthetic { .. } => {}
@@ -99,6 +205,10 @@ impl Source {
             | Source::JsonLines { paths, .. }
             | Source::Parquet { paths, .. }
             | Source::Tokens { paths, .. } => paths.clone(),
+            Source::Samples(samples) => match files::expand(&samples.paths) {
+                Ok(paths) => paths,
+                Err(error) => return vec![error.to_string()],
+            },
             Source::Megatron { prefixes } => prefixes
                 .iter()
                 .map(|prefix| megatron::files(prefix))
@@ -147,6 +257,7 @@ impl Source {
             Source::Text { paths, extensions } => files::list(paths, extensions),
             Source::JsonLines { paths, .. } => files::list(paths, &["jsonl".into(), "json".into()]),
             Source::Parquet { paths, .. } => files::list(paths, &["parquet".into()]),
+            Source::Samples(samples) => samples.files(),
             Source::Tokens { paths, .. } => files::list(paths, &["bin".into()]),
             Source::Megatron { prefixes } => Ok(prefixes.clone()),
             Source::Synthetic { .. } => Ok(Vec::new()),
@@ -171,6 +282,7 @@ impl Source {
                 let mut documents = ParquetTexts::new(files.clone(), column);
                 from_text(format!("parquet:{column}"), files, codec, &mut documents, cache, tell)
             }
+            Source::Samples(samples) => samples.open(codec, cache, tell),
             Source::Tokens { kind, .. } => {
                 joined(files.iter().map(|file| TokenFile::open(file, *kind)?.expect_width()))
             }
@@ -191,7 +303,10 @@ fn from_text(
     tell: Tell<'_>,
 ) -> Result<Arc<dyn TokenStream>> {
     let recipe = cache::Recipe::new(what, &files, codec)?;
-    Ok(Arc::new(cache::open_or_make(cache, recipe, codec, documents, tell)?))
+    let mut fill = |writer: &mut cache::Writer<'_>, recipe: &cache::Recipe, tell: Tell<'_>| {
+        cache::write_documents(writer, recipe, codec, documents, tell)
+    };
+    Ok(Arc::new(cache::open_or_make(cache, recipe, codec, &mut fill, tell)?))
 }
 
 fn joined(parts: impl Iterator<Item = Result<TokenFile>>) -> Result<Arc<dyn TokenStream>> {

@@ -40,6 +40,8 @@ pub use ferrospeed_optim as optim;
 #[cfg(feature = "serve")]
 pub use ferrospeed_serve as serve;
 pub use ferrospeed_tensor as tensor;
+#[cfg(feature = "data")]
+pub use ferrospeed_text as text;
 pub use ferrospeed_zero as zero;
 
 pub use ferrospeed_comm::World;

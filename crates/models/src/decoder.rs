@@ -58,12 +58,15 @@ pub struct Tokens {
     /// sequence. A token sees its own document alone, positions start anew with each, and the first token of a document is
     /// predicted by nobody. `None`: each sequence is one text.
     pub documents: Option<Vec<Vec<usize>>>,
+    /// By what their mean loss is multiplied: where the loss of a step is the mean over the labels of all its micro-batches, this
+    /// one's share of them, of which 1 is the even one.
+    pub weight: Option<f32>,
 }
 
 impl Tokens {
     /// Tokens that are all real.
     pub fn new(ids: Tensor) -> Tokens {
-        Tokens { ids, mask: None, positions: None, documents: None }
+        Tokens { ids, mask: None, positions: None, documents: None, weight: None }
     }
 }
 
@@ -355,6 +358,11 @@ impl Decoder {
         labels: &Tensor,
     ) -> Result<Tensor> {
         let loss = self.document_loss(hidden, labels, tokens.documents.as_deref())?;
+        // An even share leaves all bits as they are.
+        let loss = match tokens.weight.filter(|&weight| weight != 1.0) {
+            Some(weight) => ops::affine(&loss, weight, 0.0)?,
+            None => loss,
+        };
         match &self.config.feed_forward {
             FeedForward::Mixture(mixture) if mixture.balance_loss > 0.0 => {
                 let balance = match self.shared(labels)? {

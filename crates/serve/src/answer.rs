@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use ferrospeed_data::Codec;
+use ferrospeed_text::Codec;
 
 use crate::detokenize::{Detokenizer, StopStrings};
 use crate::metrics::Metrics;

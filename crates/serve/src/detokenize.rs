@@ -3,7 +3,7 @@
 //! A character may take several tokens, and what a token reads as may depend on the one before. So text is made of all tokens
 //! since the last piece, and a piece that ends in the middle of a character waits. Text that could become a stop string waits too.
 
-use ferrospeed_data::{Codec, DataError};
+use ferrospeed_text::{Codec, TextError};
 
 /// What a decoder writes for bytes that are no character, or not yet one.
 const UNFINISHED: char = char::REPLACEMENT_CHARACTER;
@@ -24,7 +24,7 @@ pub struct Detokenizer {
 
 impl Detokenizer {
     /// Takes a token; gives the text that is certain now.
-    pub fn push(&mut self, codec: &Codec, token: i64) -> Result<String, DataError> {
+    pub fn push(&mut self, codec: &Codec, token: i64) -> Result<String, TextError> {
         self.tokens.push(token);
         let text = codec.decode(&self.tokens[self.context..])?;
         if !text.ends_with(UNFINISHED) {
@@ -49,13 +49,13 @@ impl Detokenizer {
     }
 
     /// What is left when no token follows.
-    pub fn finish(&mut self, codec: &Codec) -> Result<String, DataError> {
+    pub fn finish(&mut self, codec: &Codec) -> Result<String, TextError> {
         let text = codec.decode(&self.tokens[self.context..])?;
         self.give(codec, &text, self.tokens.len())
     }
 
     /// `text`: what the tokens read as from the context to `until`.
-    fn give(&mut self, codec: &Codec, text: &str, until: usize) -> Result<String, DataError> {
+    fn give(&mut self, codec: &Codec, text: &str, until: usize) -> Result<String, TextError> {
         let before = codec.decode(&self.tokens[self.context..self.given])?;
         self.context = self.given;
         self.given = until;

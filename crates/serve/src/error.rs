@@ -18,7 +18,7 @@ pub enum ServeError {
     Store(#[from] ferrospeed_tensor::StoreError),
     /// The tokenizer.
     #[error(transparent)]
-    Tokenizer(#[from] ferrospeed_data::DataError),
+    Tokenizer(#[from] ferrospeed_text::TextError),
     /// A model that writes no text.
     #[error("{} is not a causal language model; only such can be served", .0.display())]
     NoDecoder(PathBuf),
@@ -48,14 +48,6 @@ pub enum ServeError {
         draft: usize,
         /// The model's.
         model: usize,
-    },
-    /// A chat template that cannot be used.
-    #[error("{}: {why}", file.display())]
-    Template {
-        /// Where it stands.
-        file: PathBuf,
-        /// Why.
-        why: String,
     },
     /// Slices and experts on different numbers of ranks.
     #[error(

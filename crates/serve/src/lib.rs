@@ -20,7 +20,6 @@ pub mod runner;
 pub mod sampling;
 pub mod server;
 pub mod speculate;
-pub mod template;
 pub mod together;
 mod untold;
 pub mod weights_home;

@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ferrospeed_comm::Group;
-use ferrospeed_data::Codec;
 use ferrospeed_models::decoder::{Spread, dtype_of_name};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, ModelConfig, ModelFiles, TextFiles};
@@ -13,13 +12,14 @@ use ferrospeed_nn::moe::{ExpertRanks, RankTokens};
 use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_tensor::store::{PackedStore, PlainStore};
 use ferrospeed_tensor::{DType, Device, PackedBits, Param};
+use ferrospeed_text::Codec;
 use ferrospeed_zero::ZeroStore;
 
 use crate::core::pool::BLOCK_TOKENS;
 use crate::error::{Result, ServeError};
 use crate::runner::Runner;
-use crate::template::ChatTemplate;
 use crate::weights_home::{WeightsHome, attach_away};
+use ferrospeed_text::ChatTemplate;
 
 /// What is known of a model besides its weights: shared by everyone who talks to clients.
 #[derive(Debug)]

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering::Relaxed;
 
-use ferrospeed_data::Codec;
+use ferrospeed_text::Codec;
 
 use crate::answer::{Answer, Chosen};
 use crate::core::schedule::SequenceId;

@@ -32,6 +32,9 @@ pub enum TrainError {
     /// The data could not be read.
     #[error(transparent)]
     Data(#[from] ferrospeed_data::DataError),
+    /// A text that could not become tokens, or be made of them.
+    #[error(transparent)]
+    Text(#[from] ferrospeed_text::TextError),
     /// The run's folder holds checkpoints, and the run was to start anew.
     #[error(
         "{}: there are checkpoints of an earlier run; go on from them with --resume, or choose another --out",

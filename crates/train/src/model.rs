@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 
 use ferrospeed_comm::Mesh;
 use ferrospeed_config::DataType;
-use ferrospeed_data::Codec;
 use ferrospeed_models::config::{read_config, with_dropout};
 use ferrospeed_models::decoder::{FeedForward, MlpChunks, Positions, Spread};
 use ferrospeed_models::gguf::is_gguf;
@@ -16,6 +15,7 @@ use ferrospeed_nn::sparse_attention::SparseAttention;
 use ferrospeed_nn::tensor_parallel::{Between, Slices};
 use ferrospeed_nn::{SequenceMethod, Stages};
 use ferrospeed_pipeline::partition::Measured;
+use ferrospeed_text::Codec;
 use serde_json::Value;
 
 use crate::error::Result;

@@ -4,11 +4,16 @@
 //! each rank does it again and finds the work done.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use ferrospeed_comm::Mesh;
-use ferrospeed_data::{Admission, Codec, DataError, Sequences, Source, Tell, TokenType, counts, unheard};
+use ferrospeed_data::{
+    Admission, Counted, DataError, Rendering, SampleFiles, SampleKind, Sequences, Source, Tell, TokenType,
+    TooLong, counts, unheard,
+};
 use ferrospeed_engine::refusals;
 use ferrospeed_models::directory::{GENERATION_FILES, TOKENIZER_FILES, copy_file, copy_files};
+use ferrospeed_text::{ChatTemplate, Codec, TrainOn};
 use serde_json::Value;
 
 use crate::curriculum;
@@ -82,6 +87,17 @@ pub(crate) fn data_alone(recipe: &Recipe, path: &Path, cache: &Path, tell: Tell<
     }
 }
 
+/// The data of a recipe and its tokenizer, or the first thing that keeps them from being used.
+pub(crate) fn samples_of(recipe: &Recipe) -> Result<(Source, Codec), String> {
+    let Sources { train, problem, .. } = Sources::of(recipe);
+    if let Some(problem) = recipe.problems().into_iter().chain(problem).next() {
+        return Err(problem);
+    }
+    let source = train.ok_or("data: names no samples")?;
+    let codec = codec(recipe, Some(&source))?.unwrap_or(Codec::Bytes);
+    Ok((source, codec))
+}
+
 /// Why files of a recipe's data cannot be used on this machine, as far as their names and sizes show it.
 pub fn unusable_data(recipe: &Recipe) -> Vec<String> {
     Sources::of(recipe).unusable()
@@ -92,16 +108,21 @@ pub fn unusable_data(recipe: &Recipe) -> Vec<String> {
 struct Sources {
     train: Option<Source>,
     validation: Option<Source>,
+    /// Why samples cannot be rendered.
+    problem: Option<String>,
 }
 
 impl Sources {
     fn of(recipe: &Recipe) -> Sources {
-        let train = recipe.data.source(recipe);
+        let (train, problem) = match recipe.data.source(recipe) {
+            Ok(train) => (train, None),
+            Err(problem) => (None, Some(problem)),
+        };
         let validation = match &recipe.data.validation {
             ValidationRecipe::Files(files) => train.as_ref().map(|source| source.with_paths(files.clone())),
             ValidationRecipe::Share(_) => None,
         };
-        Sources { train, validation }
+        Sources { train, validation, problem }
     }
 
     fn unusable(&self) -> Vec<String> {
@@ -140,6 +161,7 @@ impl Looked {
     fn at(recipe: &Recipe, mesh: Option<&Mesh>, extent: Extent) -> Looked {
         let mut problems = recipe.problems();
         let sources = Sources::of(recipe);
+        problems.extend(sources.problem.clone());
         let source = sources.train.as_ref();
         let codec = codec(recipe, source).map_err(|problem| problems.push(problem)).unwrap_or(None);
         let is_tokens = source.is_some_and(|source| !source.is_text());
@@ -163,7 +185,7 @@ impl Looked {
         }
         let is_here = extent == Extent::Files || matches!(source, Some(Source::Synthetic { .. }));
         let (opened, stopped) = (None, false);
-        let Sources { train: source, validation } = sources;
+        let Sources { train: source, validation, .. } = sources;
         let mut looked =
             Looked { source, validation, codec, model, vocabulary, opened, lacks_data, stopped, problems };
         if is_tokens && is_here {
@@ -240,7 +262,7 @@ pub(crate) fn prepare(
     if looked.stopped {
         return Err(DataError::Stopped.into());
     }
-    let Looked { opened, codec, model, mut problems, .. } = looked;
+    let Looked { source: looked_source, opened, codec, model, mut problems, .. } = looked;
     let sequences = opened.as_ref().map(|opened| &opened.sequences);
     let (admission, found) = curriculum::admission(recipe, sequences);
     problems.extend(found);
@@ -248,11 +270,29 @@ pub(crate) fn prepare(
         (Some(Opened { sequences, largest, bytes_per_token }), Some(model)) if problems.is_empty() => {
             let warnings = looks_like_bytes(codec.as_ref(), largest, model.decoder.config().vocab as u64);
             let left_out = admission.as_ref().and_then(curriculum::leaves_out);
-            let warnings = warnings.into_iter().chain(left_out).collect();
+            let samples =
+                looked_source.as_ref().and_then(|source| samples_note(source, &sequences.counted()));
+            let warnings = samples.into_iter().chain(warnings).chain(left_out).collect();
             Ok(Prepared { sequences, codec, bytes_per_token, admission, model, warnings })
         }
         _ => Err(TrainError::Recipe { path: path.to_path_buf(), problems }),
     }
+}
+
+/// What samples were found to be, and what became of them.
+fn samples_note(source: &Source, counted: &[Counted]) -> Option<String> {
+    let (Source::Samples(samples), Some(first)) = (source, counted.first()) else { return None };
+    let kind = samples.kind().ok()?;
+    let Counted { samples: count, too_long, dropped, tokens, trained, .. } = first;
+    let way = samples.too_long.name();
+    let long = match too_long {
+        0 => String::new(),
+        _ => format!("; {too_long} are longer than data.sequence (data.too_long = \"{way}\")"),
+    };
+    let left_out = if *dropped > 0 { format!("; {dropped} are left out") } else { String::new() };
+    Some(format!(
+        "data: {count} samples of the kind '{kind}': {tokens} tokens, of which {trained} are learnt{long}{left_out}"
+    ))
 }
 
 /// Data that can be read.
@@ -329,7 +369,7 @@ fn looks_like_bytes(codec: Option<&Codec>, largest: Option<i64>, vocabulary: u64
 
 impl DataRecipe {
     /// Where tokens come from; `None` when the recipe does not say clearly, which [`Recipe::problems`] tells.
-    fn source(&self, recipe: &Recipe) -> Option<Source> {
+    fn source(&self, recipe: &Recipe) -> Result<Option<Source>, String> {
         let mut sources = Vec::new();
         if let Some(paths) = self.text.clone() {
             sources.push(Source::Text { paths, extensions: self.extensions.clone() });
@@ -342,6 +382,15 @@ impl DataRecipe {
             let column = self.column.clone().unwrap_or_else(|| "text".into());
             sources.push(Source::Parquet { paths, column });
         }
+        if let Some(paths) = self.samples.clone() {
+            sources.push(Source::Samples(SampleFiles {
+                paths,
+                kind: self.kind.as_deref().and_then(SampleKind::of_name),
+                rendering: Arc::new(self.rendering(recipe)?),
+                length: self.sequence,
+                too_long: self.too_long.as_deref().and_then(TooLong::of_name).unwrap_or_default(),
+            }));
+        }
         if let Some(paths) = self.tokens.clone() {
             sources.push(Source::Tokens { paths, kind: self.token_type() });
         }
@@ -352,10 +401,34 @@ impl DataRecipe {
             let vocabulary = recipe.model.vocabulary.unwrap_or(256);
             sources.push(Source::Synthetic { tokens, vocabulary, seed: recipe.seed });
         }
-        match &sources[..] {
+        Ok(match &sources[..] {
             [source] if !source.is_nowhere() => sources.pop(),
             _ => None,
+        })
+    }
+
+    /// How samples become tokens: by the template that is named, else by that of the tokenizer's folder or the model's.
+    fn rendering(&self, recipe: &Recipe) -> Result<Rendering, String> {
+        let train_on = self.train_on.as_deref().and_then(TrainOn::of_name).unwrap_or_default();
+        let model = recipe.model.folder();
+        let beside = match self.tokenizer.as_deref() {
+            Some("bytes") => None,
+            Some(file) => Path::new(file).parent().map(Path::to_path_buf),
+            None => model.clone(),
+        };
+        if let Some(name) = &self.chat_template {
+            let template = ChatTemplate::of_name(name, beside.as_deref());
+            let template = template.map_err(|error| format!("data.chat_template: {error}"))?;
+            return Ok(Rendering { template: Some(template), train_on });
         }
+        for folder in beside.into_iter().chain(model) {
+            let template = ChatTemplate::of_model(&folder);
+            let template = template.map_err(|error| format!("data.chat_template: {error}"))?;
+            if !template.is_plain() {
+                return Ok(Rendering { template: Some(template), train_on });
+            }
+        }
+        Ok(Rendering { template: None, train_on })
     }
 
     /// How `tokens` are written; [`Recipe::problems`] has refused all but these two.
@@ -403,7 +476,16 @@ pub(crate) fn copy_companions(recipe: &Recipe, codec: Option<&Codec>, model: &Pa
             copy_file(tokenizer, &to)?;
         }
     }
-    Ok(own.map_or(Ok(()), |folder| copy_files(&folder, model, &GENERATION_FILES))?)
+    own.map_or(Ok(()), |folder| copy_files(&folder, model, &GENERATION_FILES))?;
+    // What was trained is what is served.
+    if let (Some(_), Some(Source::Samples(samples))) = (&recipe.data.chat_template, Sources::of(recipe).train)
+        && let Some(source) = samples.rendering.template.as_ref().and_then(ChatTemplate::source)
+    {
+        let path = model.join("chat_template.jinja");
+        std::fs::create_dir_all(model).map_err(TrainError::io(model))?;
+        ferrospeed_files::write(&path, source).map_err(TrainError::io(&path))?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

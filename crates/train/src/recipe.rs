@@ -2,7 +2,7 @@
 //!
 //! ```toml
 //! name = "mine"            # the run's folder is runs/mine
-//! steps = 200
+//! steps = 200              # or epochs = 3: so many passes over the data
 //! ranks = 2                # default 1
 //! seed = 42
 //! trace = "trace.json"     # a timeline of all ranks; default: none
@@ -23,6 +23,7 @@
 //! # field = "text"                      # …this field
 //! # parquet = ["a.parquet"]             # the text in…
 //! # column = "text"                     # …this column
+//! # samples = ["chats.jsonl"]           # conversations, of which what the assistant says is learnt
 //! # tokens = ["train.bin"]              # nanoGPT's token files, as…
 //! # token_type = "u16"                  # …u16 or u32
 //! # megatron = ["data/my_text_document"] # prefixes of Megatron-LM's .bin and .idx
@@ -101,6 +102,9 @@ pub struct Recipe {
     pub name: String,
     /// Optimizer steps.
     pub steps: u64,
+    /// How often all sequences are seen, in place of `steps`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epochs: Option<f64>,
     /// Ranks on this host.
     #[serde(default = "one")]
     pub ranks: u32,
@@ -198,6 +202,21 @@ pub struct DataRecipe {
     /// The column of `parquet` that holds the text; default `text`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub column: Option<String>,
+    /// Files of conversations, instructions, completions or texts, of which a part is learnt.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub samples: Option<Vec<PathBuf>>,
+    /// What `samples` hold: `messages`, `sharegpt`, `alpaca`, `completion` or `text`; default: told by the first one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kind: Option<String>,
+    /// How conversations of `samples` become text: a name or a file; default: the model's own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chat_template: Option<String>,
+    /// What of `samples` is learnt: what the `assistant` says (the default), the `last` of it, or `all`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub train_on: Option<String>,
+    /// What becomes of `samples` that are longer than a sequence: `cut` (the default), `drop` or `split`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub too_long: Option<String>,
     /// Token files as nanoGPT writes them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokens: Option<Vec<PathBuf>>,
@@ -232,7 +251,8 @@ pub struct DataRecipe {
 impl DataRecipe {
     /// Whether tokens see their own document alone.
     pub fn documents_are_apart(&self) -> bool {
-        self.documents.as_deref() == Some("apart")
+        // Samples have nothing to do with each other, unless it is said.
+        self.documents.as_deref().map_or(self.samples.is_some(), |documents| documents == "apart")
     }
 }
 
@@ -425,6 +445,14 @@ impl Recipe {
         let warnings = report.warnings().map(|warning| warning.to_string()).chain(self.too_late(&config));
         let warnings = warnings.collect();
         Ok((config, warnings))
+    }
+
+    /// The same recipe with the number of steps that its epochs are, of so many sequences to train on.
+    pub(crate) fn with_steps_of(&self, sequences: u64) -> Result<Recipe, ConfigError> {
+        let Some(epochs) = self.epochs else { return Ok(self.clone()) };
+        let batch = self.config()?.0.batch.train_batch_size.get();
+        let steps = (epochs * sequences as f64 / batch as f64).ceil().max(1.0);
+        Ok(Recipe { steps: steps as u64, epochs: None, ..self.clone() })
     }
 
     /// What a configuration would begin when the run's last step is done.

@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use ferrospeed_checkpoint::{CheckpointError, agree};
 use ferrospeed_comm::{ReduceOp, World};
-use ferrospeed_data::{Codec, Position, Sequences, Split, unheard};
+use ferrospeed_data::{Position, Sequences, Split, unheard};
 use ferrospeed_engine::{
     Engine, EngineError, Options, Setup, activation_shelf, divides_by_measure, initialize_model,
     initialize_pipeline, machine,
@@ -25,6 +25,7 @@ use ferrospeed_observe::monitor::TensorBoard;
 use ferrospeed_observe::trace::Activity;
 use ferrospeed_tensor::Device;
 use ferrospeed_tensor::store::ParamSource;
+use ferrospeed_text::Codec;
 use ferrospeed_tune::plan::{Operands, Processor};
 use serde_json::{Value, json};
 
@@ -103,6 +104,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let mesh = sizes.over(&job.world)?;
     let Prepared { sequences, codec, bytes_per_token, admission, model, warnings: mut all_warnings } =
         prepare(recipe, job.path, folder, Some(&mesh), &mut unheard)?;
+    let recipe = &recipe.with_steps_of(sequences.count(Split::Train)).map_err(|error| {
+        TrainError::Recipe { path: job.path.to_path_buf(), problems: vec![error.to_string()] }
+    })?;
     let BuiltModel { decoder: mut model, config: model_config, weights } = model;
     if sizes.sequence.get() > 1 {
         let sequence = SequenceParallel::new(mesh.sequence()?, recipe.sequence_method());

@@ -10,7 +10,7 @@ use ferrospeed_command::{Failure, ServedModel};
 use ferrospeed_serve::engine::Engine;
 use ferrospeed_serve::request::{Event, Request, Work};
 use ferrospeed_serve::sampling::SamplingOptions;
-use ferrospeed_serve::template::Message;
+use ferrospeed_text::Message;
 
 use super::generate::{parse_temperature, parse_top_p};
 

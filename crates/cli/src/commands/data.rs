@@ -1,4 +1,5 @@
-//! `ferrospeed data analyze`: measures how hard sequences are, for a curriculum that draws the easy ones first.
+//! `ferrospeed data analyze`: measures how hard sequences are, for a curriculum that draws the easy ones first; `data inspect`
+//! shows samples as the model sees them ([`super::data_inspect`]).
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -11,6 +12,7 @@ use ferrospeed_command::writable::impossible;
 use ferrospeed_train::{Analysis, Metric, Recipe, StopRequests, analyze, recipe_of_files};
 use serde_json::{Value, json};
 
+use super::data_inspect::{self, InspectArgs};
 use super::model::parse_count;
 use super::train_start::{failure, tell_preparing};
 use crate::progress::grouped;
@@ -25,6 +27,8 @@ pub(crate) struct DataArgs {
 enum Action {
     /// Measure how hard each sequence to train on is, and write the indexes that curriculum_metrics name
     Analyze(AnalyzeArgs),
+    /// Show samples as the model sees them, with what is learnt marked, and how long they are
+    Inspect(InspectArgs),
 }
 
 #[derive(Debug, Args)]
@@ -77,7 +81,10 @@ impl ValueEnum for Measure {
 }
 
 pub(crate) fn run(args: &DataArgs) -> Result<ExitCode, Failure> {
-    let Action::Analyze(args) = &args.action;
+    let args = match &args.action {
+        Action::Inspect(args) => return data_inspect::run(args),
+        Action::Analyze(args) => args,
+    };
     let (recipe, path) = match &args.recipe {
         Some(path) => (Recipe::load(path, &args.overrides), path.clone()),
         None => {

@@ -10,6 +10,7 @@ mod checkpoint_which;
 mod completions;
 mod config;
 mod data;
+mod data_inspect;
 mod doctor;
 mod estimate;
 mod generate;

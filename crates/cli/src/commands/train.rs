@@ -362,7 +362,8 @@ fn run_rank(
         Err(error) => return Err(train_start::failure(error)),
     };
     if rank == 0 {
-        let steps = (summary.ending == Ending::Finished).then(|| recipe.steps.saturating_mul(2));
+        let more = summary.ending == Ending::Finished && recipe.epochs.is_none();
+        let steps = more.then(|| recipe.steps.saturating_mul(2));
         // How many ranks there are is the launcher's business, where there is another one.
         let is_ours = matches!(standing, Standing::Alone) || std::env::var_os(LOOKED_AHEAD).is_some();
         let ranks = is_ours.then_some(recipe.ranks);

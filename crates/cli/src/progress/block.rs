@@ -57,7 +57,7 @@ impl Block {
     }
 
     pub(super) fn started(&mut self, info: &RunInfo) {
-        self.peak_flops_per_s = info.peak_flops_per_s;
+        (self.peak_flops_per_s, self.steps) = (info.peak_flops_per_s, info.steps);
     }
 
     /// Says whether it was the last one.

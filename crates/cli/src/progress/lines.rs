@@ -49,7 +49,7 @@ impl Progress for Lines {
         for warning in &info.warnings {
             print_note(warning);
         }
-        self.peak_flops_per_s = info.peak_flops_per_s;
+        (self.peak_flops_per_s, self.steps) = (info.peak_flops_per_s, info.steps);
         print_progress(&describe(info));
         if let Some(text) = describe_resumed(info) {
             self.first = info.resumed.as_ref().map_or(1, |resumed| resumed.step + 1);

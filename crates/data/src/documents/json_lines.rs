@@ -150,8 +150,8 @@ impl<'de> Visitor<'de> for Field<'_> {
 fn missing(field: &str, others: &[Cow<'_, str>]) -> String {
     if let Some(chat) = others.iter().find(|name| CHAT_FIELDS.contains(&&***name)) {
         return format!(
-            "is a chat (it has '{chat}' and no '{field}'), and chats are not read: write each as one text in '{field}', \
-             with the roles as the model's chat template marks them"
+            "is a chat (it has '{chat}' and no '{field}'): name its file in data.samples, which learns what the assistant says, \
+             and not in data.jsonl"
         );
     }
     format!("has no '{field}', but {}; set data.field", others.join(", "))

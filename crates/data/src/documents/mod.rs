@@ -8,7 +8,7 @@ mod parquet_column;
 mod text;
 
 pub(crate) use json_lines::JsonLinesTexts;
-pub(crate) use parquet_column::ParquetTexts;
+pub(crate) use parquet_column::{ParquetTexts, guarded};
 pub(crate) use text::{Cut, TextFiles};
 
 use crate::error::Result;

@@ -63,7 +63,7 @@ fn quiet_guarded_panics() {
 }
 
 /// Damaged files are the parquet crate's to refuse; where it gives up with a panic, that is an error here too.
-fn guarded<T>(
+pub(crate) fn guarded<T>(
     path: &Path,
     place: impl Fn() -> String,
     act: impl FnOnce() -> Result<T, ParquetError>,

@@ -3,4 +3,5 @@
 mod difficulty;
 mod formats;
 mod order;
+mod samples;
 mod speed;

@@ -118,7 +118,8 @@ impl Stages for Decoder {
     }
 
     fn has_targets(&self, (tokens, _): &Labelled) -> bool {
-        tokens.predicted() > 0
+        // What has a weight counts by it.
+        tokens.weight.is_some() || tokens.predicted() > 0
     }
 
     fn carries_alike(&self) -> bool {

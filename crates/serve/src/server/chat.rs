@@ -13,7 +13,7 @@ use super::fields::Fields;
 use super::parameters::Parameters;
 use super::reply::{Head, Style, whole};
 use super::{App, stream};
-use crate::template::Message;
+use ferrospeed_text::Message;
 
 /// Messages of a conversation.
 const MAX_MESSAGES: usize = 4096;

@@ -9,7 +9,7 @@ use ferrospeed_serve::core::schedule::Limits;
 use ferrospeed_serve::model::{OpenOptions, codec_of, open};
 use ferrospeed_serve::request::{Event, Request, Work};
 use ferrospeed_serve::sampling::SamplingOptions;
-use ferrospeed_serve::template::Message;
+use ferrospeed_text::template::Message;
 use serde_json::Value;
 
 fn folder() -> PathBuf {

@@ -1,7 +1,9 @@
 //! What is wrong with a recipe by itself, before any file it names is opened.
 
 use ferrospeed_config::{BatchSizes, Config, Stage};
+use ferrospeed_data::{SampleKind, TooLong};
 use ferrospeed_nn::SequenceMethod;
+use ferrospeed_text::TrainOn;
 
 use super::{DataRecipe, ModelRecipe, Recipe, ValidationRecipe};
 
@@ -33,6 +35,11 @@ impl Recipe {
         refuse(
             !(1..=MAX_STEPS).contains(&self.steps),
             format!("steps: must be at least 1 and at most {MAX_STEPS}"),
+        );
+        let epochs = self.epochs.unwrap_or(1.0);
+        refuse(
+            !(epochs > 0.0 && epochs <= 1e6),
+            format!("epochs: {epochs} must be more than 0 and at most 1000000"),
         );
         refuse(
             !(1..=MAX_RANKS).contains(&self.ranks),
@@ -82,6 +89,9 @@ impl Recipe {
                 problems.extend(self.batch_problems(&config.batch));
                 problems.extend(self.shard_problems(&config));
                 problems.extend(self.spread_problems(&config));
+                if self.epochs.is_some() && config.data_sampling.is_some() {
+                    problems.push("epochs: a curriculum by metrics grants its own (data_efficiency.data_sampling.num_epochs); give steps".into());
+                }
                 if config.optimizer.is_none() {
                     problems.push("optimizer: nothing trains without one; add it to the ds_config, or [training] with a learning_rate, which has the AdamW of Hugging Face's Trainer".into());
                 }
@@ -145,7 +155,7 @@ impl Recipe {
             ),
             (
                 in_ring && self.data.documents_are_apart(),
-                "data.documents: ranks of a ring attend over parts of sequences, in which documents are not told apart; use sequence_parallel_method \"ulysses\"",
+                "data.documents: ranks of a ring attend over parts of sequences, in which documents (and samples, unless \"together\") are not told apart; use sequence_parallel_method \"ulysses\"",
             ),
             (
                 copied && (in_shards || pipe || tensor),
@@ -186,6 +196,7 @@ impl DataRecipe {
             ("text", &self.text),
             ("jsonl", &self.jsonl),
             ("parquet", &self.parquet),
+            ("samples", &self.samples),
             ("tokens", &self.tokens),
             ("megatron", &self.megatron),
         ];
@@ -200,7 +211,7 @@ impl DataRecipe {
                 [] => "there is none".to_owned(),
                 several => format!("there are {}", several.join(" and ")),
             };
-            let known = "text, jsonl, parquet, tokens, megatron and synthetic";
+            let known = "text, jsonl, parquet, samples, tokens, megatron and synthetic";
             refuse(true, format!("data: give one of {known}; {found}"));
         }
         for (name, list) in lists {
@@ -212,6 +223,10 @@ impl DataRecipe {
             ("field", self.field.is_some(), "jsonl"),
             ("column", self.column.is_some(), "parquet"),
             ("token_type", self.token_type.is_some(), "tokens"),
+            ("kind", self.kind.is_some(), "samples"),
+            ("chat_template", self.chat_template.is_some(), "samples"),
+            ("train_on", self.train_on.is_some(), "samples"),
+            ("too_long", self.too_long.is_some(), "samples"),
         ] {
             let misplaced = set && given.len() == 1 && given[0] != owner;
             refuse(
@@ -219,10 +234,13 @@ impl DataRecipe {
                 format!("data.{option}: belongs to data.{owner}, not to data.{}", given.join("")),
             );
         }
-        let is_text = ["text", "jsonl", "parquet"].iter().any(|name| given.contains(name));
+        let is_text = ["text", "jsonl", "parquet", "samples"].iter().any(|name| given.contains(name));
         refuse(
             self.cache.is_some() && !given.is_empty() && !is_text,
-            format!("data.cache: belongs to text, jsonl and parquet; data.{} needs none", given.join("")),
+            format!(
+                "data.cache: belongs to text, jsonl, parquet and samples; data.{} needs none",
+                given.join("")
+            ),
         );
         refuse(
             self.tokenizer.is_some() && given == ["synthetic"],
@@ -236,6 +254,7 @@ impl DataRecipe {
             let known = ["together", "apart"].contains(&documents.as_str());
             refuse(!known, format!("data.documents: '{documents}' is not known; use together or apart"));
         }
+        self.sample_problems(refuse);
         let is_tokens = ["tokens", "megatron"].iter().any(|name| given.contains(name));
         refuse(
             self.end_token.is_some() && !given.is_empty() && !is_tokens,
@@ -260,6 +279,27 @@ impl DataRecipe {
                     "data.validation: synthetic data has no files; give a share".into(),
                 );
             }
+        }
+    }
+}
+
+impl DataRecipe {
+    /// Words about samples that are not known.
+    fn sample_problems(&self, refuse: &mut impl FnMut(bool, String)) {
+        let is_known = |word: &Option<String>, knows: fn(&str) -> bool| word.as_deref().is_none_or(knows);
+        let words: [(&str, &Option<String>, fn(&str) -> bool, &str); 3] = [
+            (
+                "kind",
+                &self.kind,
+                |word| SampleKind::of_name(word).is_some(),
+                "messages, sharegpt, alpaca, completion or text",
+            ),
+            ("train_on", &self.train_on, |word| TrainOn::of_name(word).is_some(), "assistant, last or all"),
+            ("too_long", &self.too_long, |word| TooLong::of_name(word).is_some(), "cut, drop or split"),
+        ];
+        for (key, word, knows, known) in words {
+            let said = word.as_deref().unwrap_or_default();
+            refuse(!is_known(word, knows), format!("data.{key}: '{said}' is not known; use {known}"));
         }
     }
 }

@@ -38,7 +38,8 @@ const fn required(name: &'static str, kind: Kind, stand_in: fn() -> Value) -> Ke
 
 const RECIPE: &[Key] = &[
     required("name", Kind::Text, || json!("run")),
-    required("steps", Kind::Count, || json!(1)),
+    key("steps", Kind::Count),
+    key("epochs", Kind::Number),
     key("ranks", Kind::Count),
     key("seed", Kind::Count),
     key("max_bad_steps", Kind::Count),
@@ -87,6 +88,11 @@ const DATA: &[Key] = &[
     key("field", Kind::Text),
     key("parquet", Kind::Texts),
     key("column", Kind::Text),
+    key("samples", Kind::Texts),
+    key("kind", Kind::Text),
+    key("chat_template", Kind::Text),
+    key("train_on", Kind::Text),
+    key("too_long", Kind::Text),
     key("tokens", Kind::Texts),
     key("token_type", Kind::Text),
     key("megatron", Kind::Texts),
@@ -153,7 +159,21 @@ pub(super) fn misspelt_recipe_key(name: &str) -> Option<&'static str> {
 pub(super) fn check(recipe: &mut Map<String, Value>) -> Vec<String> {
     let mut problems = Vec::new();
     check_table(recipe, RECIPE, "", &mut problems);
+    problems.extend(check_length(recipe));
     problems
+}
+
+/// A run is so many steps long, or so many passes over its data.
+fn check_length(recipe: &mut Map<String, Value>) -> Option<String> {
+    match (recipe.contains_key("steps"), recipe.contains_key("epochs")) {
+        (true, true) => Some("epochs: there are steps too; take one of the two away".into()),
+        (true, false) => None,
+        (false, is_told) => {
+            // How many it will be is known when the data is.
+            recipe.insert("steps".into(), 1.into());
+            (!is_told).then(|| "steps: is missing; give it, or epochs".into())
+        }
+    }
 }
 
 fn check_table(table: &mut Map<String, Value>, keys: &[Key], prefix: &str, problems: &mut Vec<String>) {

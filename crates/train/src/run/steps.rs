@@ -105,24 +105,52 @@ impl Run<'_> {
     }
 
     /// The first `kept` tokens of some sequences.
-    pub(super) fn batch(
-        &self,
-        split: Split,
-        indices: impl Iterator<Item = u64>,
-        kept: u64,
-    ) -> Result<Tokens> {
+    pub(super) fn batch(&self, split: Split, indices: impl Iterator<Item = u64>, kept: u64) -> Result<Batch> {
         let (length, kept) = (self.recipe.data.sequence as usize, kept as usize);
-        let (mut ids, mut documents) = (Vec::new(), Vec::new());
+        let (mut ids, mut documents, mut labels) = (Vec::new(), Vec::new(), Vec::new());
         for index in indices {
             let start = ids.len();
             ids.resize(start + length, 0);
             self.sequences.read(split, index, &mut ids[start..])?;
             ids.truncate(start + kept);
             documents.extend(self.sequences.documents(split, index, &ids[start..])?);
+            if let Some(trained) = self.sequences.trained(split, index, kept)? {
+                let pairs = ids[start..].iter().zip(trained);
+                labels.extend(pairs.map(|(&id, trained)| if trained { id } else { IGNORED }));
+            }
         }
         let documents = Some(documents).filter(|documents| !documents.is_empty());
-        let ids = Tensor::from_slice(&ids, [ids.len() / kept, kept], self.engine.device())?;
-        Ok(Tokens { documents, ..Tokens::new(ids) })
+        let shape = [ids.len() / kept, kept];
+        let device = self.engine.device();
+        let tokens = Tokens { documents, ..Tokens::new(Tensor::from_slice(&ids, shape, device)?) };
+        Ok(match labels.is_empty() {
+            true => {
+                Batch { predicted: tokens.predicted(), labels: tokens.ids.clone(), tokens, is_masked: false }
+            }
+            false => Batch {
+                predicted: learnt(&labels, kept, tokens.documents.as_deref()),
+                labels: Tensor::from_slice(&labels, shape, device)?,
+                tokens,
+                is_masked: true,
+            },
+        })
+    }
+
+    /// Where a part of the tokens is learnt, every learnt token of a step counts alike, whichever micro-batch and rank has it.
+    fn weigh(&self, batches: &mut [Batch]) -> Result<()> {
+        if !batches.iter().any(|batch| batch.is_masked) {
+            return Ok(());
+        }
+        let mut sum = [batches.iter().map(|batch| batch.predicted as f64).sum::<f64>()];
+        self.engine.world().group().all_reduce(&mut sum, ReduceOp::Sum)?;
+        // Ranks that share samples have each counted them.
+        let ranks = self.engine.data_ranks();
+        let all = sum[0] / (self.engine.world().size() / ranks).max(1) as f64;
+        let even = (batches.len() * ranks) as f64 / all.max(1.0);
+        for batch in batches {
+            batch.tokens.weight = Some((batch.predicted as f64 * even) as f32);
+        }
+        Ok(())
     }
 
     /// One optimizer step; says whether any rank was asked to stop, and how.
@@ -147,6 +175,7 @@ impl Run<'_> {
             let indices = self.order.micro_batch(self.position, micro, rank, ranks, size);
             batches.push(self.batch(Split::Train, indices.into_iter(), length)?);
         }
+        self.weigh(&mut batches)?;
         self.engine.trace(Activity::Files, "data", reading);
         let share = share_with_targets(&batches);
         let (loss, report) = self.train_on(batches)?;
@@ -203,21 +232,23 @@ impl Run<'_> {
 
     /// Takes a step on some micro-batches; returns the mean loss of those that have something to predict, of this rank's or of
     /// all (0 where none has), and what became of it.
-    fn train_on(&mut self, batches: Vec<Tokens>) -> Result<(f32, StepReport)> {
+    fn train_on(&mut self, batches: Vec<Batch>) -> Result<(f32, StepReport)> {
         let model: &Decoder = &self.model;
         if self.engine.stage().1 > 1 {
-            let labelled =
-                |micro: usize| Ok::<_, TrainError>((batches[micro].clone(), batches[micro].ids.clone()));
+            let labelled = |micro: usize| {
+                Ok::<_, TrainError>((batches[micro].tokens.clone(), batches[micro].labels.clone()))
+            };
             return self.engine.train_batch(model, labelled);
         }
         let (mut sum, mut counted, mut report) = (0.0, 0u32, StepReport::Accumulating);
-        for (micro, tokens) in batches.iter().enumerate() {
+        for (micro, batch) in batches.iter().enumerate() {
+            let Batch { tokens, labels, .. } = batch;
             if micro == 0 {
-                let loss = |mode| -> Result<Tensor> { Ok(model.loss(tokens, &tokens.ids, mode)?) };
+                let loss = |mode| -> Result<Tensor> { Ok(model.loss(tokens, labels, mode)?) };
                 self.engine.update_eigenvalues(loss)?;
             }
-            let loss = self.engine.forward(|mode| model.loss(tokens, &tokens.ids, mode))?;
-            let counts_in_mean = tokens.predicted() > 0;
+            let loss = self.engine.forward(|mode| model.loss(tokens, labels, mode))?;
+            let counts_in_mean = batch.counts();
             if counts_in_mean {
                 sum += loss.item()?;
                 counted += 1;
@@ -229,13 +260,13 @@ impl Run<'_> {
     }
 
     /// The loss of some tokens, without gradients.
-    fn loss_of(&mut self, tokens: &Tokens) -> Result<f32> {
+    fn loss_of(&mut self, Batch { tokens, labels, .. }: &Batch) -> Result<f32> {
         let model: &Decoder = &self.model;
         if self.engine.stage().1 > 1 {
-            let labelled = |_| Ok::<_, TrainError>((tokens.clone(), tokens.ids.clone()));
+            let labelled = |_| Ok::<_, TrainError>((tokens.clone(), labels.clone()));
             return Ok(self.engine.eval_losses(model, 1, labelled)?[0]);
         }
-        Ok(self.engine.forward(|mode| model.loss(tokens, &tokens.ids, mode))?.item()?)
+        Ok(self.engine.forward(|mode| model.loss(tokens, labels, mode))?.item()?)
     }
 
     /// The mean loss over the tokens of validation sequences that are predicted, if any are. Ranks share the sequences out.
@@ -257,9 +288,9 @@ impl Run<'_> {
             let own: Vec<u64> = (first..(first + size).min(count)).collect();
             let counts = !own.is_empty();
             let indices = if counts { own } else { vec![0] };
-            let tokens = self.batch(Split::Validation, indices.into_iter(), self.recipe.data.sequence)?;
-            let counted = if counts { tokens.predicted() as f64 } else { 0.0 };
-            sums[0] += f64::from(self.loss_of(&tokens)?) * counted;
+            let batch = self.batch(Split::Validation, indices.into_iter(), self.recipe.data.sequence)?;
+            let counted = if counts { batch.predicted as f64 } else { 0.0 };
+            sums[0] += f64::from(self.loss_of(&batch)?) * counted;
             sums[1] += counted;
         }
         self.engine.train();
@@ -349,7 +380,55 @@ impl Run<'_> {
     }
 }
 
-/// How many of some micro-batches have something to predict, of all.
-fn share_with_targets(batches: &[Tokens]) -> f32 {
-    batches.iter().filter(|tokens| tokens.predicted() > 0).count() as f32 / batches.len().max(1) as f32
+/// A label that the loss passes over.
+const IGNORED: i64 = -100;
+
+/// A micro-batch: tokens, and what they should predict.
+pub(super) struct Batch {
+    tokens: Tokens,
+    labels: Tensor,
+    /// How many tokens the loss counts.
+    predicted: usize,
+    /// Whether only a part of them is learnt.
+    is_masked: bool,
+}
+
+impl Batch {
+    /// Whether its loss counts in the mean of its step: what has a weight counts by that, be it nothing.
+    fn counts(&self) -> bool {
+        self.tokens.weight.map_or(self.predicted > 0, |_| true)
+    }
+}
+
+/// How many labels count: not those of the first token of a sequence or document, which nothing predicts.
+fn learnt(labels: &[i64], length: usize, documents: Option<&[Vec<usize>]>) -> usize {
+    let rows = labels.chunks(length).enumerate();
+    rows.map(|(row, labels)| {
+        let whole = [0, length];
+        let borders = documents.and_then(|documents| documents.get(row)).map_or(&whole[..], Vec::as_slice);
+        let texts = borders.windows(2).flat_map(|text| labels[text[0]..text[1]].iter().skip(1));
+        texts.filter(|&&label| label != IGNORED).count()
+    })
+    .sum()
+}
+
+/// How many of some micro-batches have something to predict, of all; of those that are weighed, all, if any has.
+fn share_with_targets(batches: &[Batch]) -> f32 {
+    let is_weighed = batches.iter().any(|batch| batch.tokens.weight.is_some_and(|weight| weight > 0.0));
+    let has = |batch: &&Batch| is_weighed || batch.predicted > 0;
+    batches.iter().filter(has).count() as f32 / batches.len().max(1) as f32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_are_counted_that_something_predicts() {
+        let labels = [7, 7, IGNORED, 7, 7, 7, IGNORED, 7];
+        assert_eq!(learnt(&labels, 8, None), 5);
+        assert_eq!(learnt(&labels, 4, None), 4);
+        let documents = [vec![0, 1, 4], vec![0, 3, 4]];
+        assert_eq!(learnt(&labels, 4, Some(&documents)), 2);
+    }
 }

@@ -140,7 +140,7 @@ fn unknown_keys_wrong_types_missing_files_and_misfits_are_told_together() {
         &Place::new().problems(recipe, &[]),
         &[
             "stpes: is not a key of recipes; did you mean 'steps'?",
-            "steps: is missing",
+            "steps: is missing; give it, or epochs",
             "seed: must be a whole number, 0 or more; \"seven\" is a text",
             "model.layers: must be a whole number, 0 or more; 2.5 is a number with a fraction",
             "model.heads: must be a whole number, 0 or more; [1] is a list",

@@ -5,13 +5,19 @@
 //! lines for blocks. A template cannot read files; its work, and what it writes, are bounded. A model without one gets a plain one:
 //! `role: text` by lines.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::{Environment, Error, ErrorKind, Value};
 use serde::Serialize;
 
-use crate::error::{Result, ServeError};
+use crate::error::{Result, TextError};
+use crate::named;
+use crate::template::functions::{now_s, strftime, to_json};
+use crate::template::marks::Marks;
+
+mod functions;
+mod marks;
 
 /// Templates are some thousands of characters long.
 const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
@@ -37,7 +43,8 @@ pub struct Message {
 pub struct ChatTemplate {
     environment: Environment<'static>,
     tokens: Vec<(String, String)>,
-    is_plain: bool,
+    source: Option<String>,
+    marks_generation: bool,
 }
 
 impl ChatTemplate {
@@ -64,6 +71,22 @@ impl ChatTemplate {
             Some(source) => ChatTemplate::checked(&file, Some(source), &config),
             None => ChatTemplate::of_config(&config_file, &config),
         }
+    }
+
+    /// The template of a file, or the one that is known by that name, with the special tokens of the tokenizer whose files lie in
+    /// `directory`.
+    pub fn of_name(name: &str, directory: Option<&Path>) -> Result<ChatTemplate> {
+        let path = Path::new(name);
+        let source = match named::source(name) {
+            Some(source) => source.to_owned(),
+            None if path.exists() => ferrospeed_files::read_text(path, MAX_TEMPLATE_BYTES)
+                .map_err(|error| bad(path, error.to_string()))?,
+            None => return Err(TextError::NoSuchTemplate { name: name.to_owned() }),
+        };
+        let config = directory.map(|directory| directory.join("tokenizer_config.json"));
+        let said = config.and_then(|config| ferrospeed_files::read(&config, MAX_TEMPLATE_BYTES * 64).ok());
+        let said = said.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
+        ChatTemplate::checked(path, Some(source), &said)
     }
 
     /// The template in the content of a `tokenizer_config.json` that was found in the file `path`.
@@ -98,42 +121,97 @@ impl ChatTemplate {
         });
         environment.add_function("strftime_now", |format: String| strftime(&format, now_s()));
         environment.add_filter("tojson", to_json);
-        let is_plain = source.is_none();
-        environment.add_template_owned("chat", source.unwrap_or_else(|| PLAIN.to_owned()))?;
-        Ok(ChatTemplate { environment, tokens, is_plain })
+        let written = source.as_deref().unwrap_or(PLAIN);
+        let readable = marks::readable(written);
+        let marks_generation = readable != written;
+        environment.add_template_owned("chat", readable)?;
+        Ok(ChatTemplate { environment, tokens, source, marks_generation })
     }
 
     /// Whether the model brought none.
     pub fn is_plain(&self) -> bool {
-        self.is_plain
+        self.source.is_none()
+    }
+
+    /// Whether it marks itself what the assistant says, by `{% generation %}`.
+    pub fn marks_generation(&self) -> bool {
+        self.marks_generation
+    }
+
+    /// What it is written in, where it is not the plain one.
+    pub fn source(&self) -> Option<&str> {
+        self.source.as_deref()
+    }
+
+    /// What it writes is a function of this: its source and the special tokens that it may name.
+    pub fn key(&self) -> Option<String> {
+        let tokens = self.tokens.iter().map(|(name, text)| format!("{name}={text}\n"));
+        Some(tokens.collect::<String>() + self.source.as_deref()?)
+    }
+
+    /// The text of a special token by its name, `eos_token`.
+    pub(crate) fn token(&self, name: &str) -> Option<&str> {
+        self.tokens.iter().find(|(known, _)| known == name).map(|(_, text)| text.as_str())
     }
 
     /// The prompt that asks for the assistant's next message. The error is the template's own word, for the client.
     pub fn render(&self, messages: &[Message]) -> Result<String, String> {
+        let messages: Vec<_> = messages.iter().map(|message| serde_json::json!(message)).collect();
+        self.write(&Request { messages: &messages, tools: None, asks: true }).map(|written| written.text)
+    }
+
+    /// What it writes for a request.
+    pub(crate) fn write(&self, request: &Request<'_>) -> Result<Written, String> {
         let mut context = serde_json::Map::new();
         for (name, text) in &self.tokens {
             context.insert(name.clone(), text.as_str().into());
         }
-        context.insert("messages".into(), serde_json::json!(messages));
-        context.insert("add_generation_prompt".into(), true.into());
-        let mut prompt = Bounded::default();
-        let rendered = self.environment.get_template("chat").and_then(|template| {
-            template.render_captured_to(Value::from_serialize(&context), &mut prompt).map(drop)
-        });
+        context.insert("messages".into(), request.messages.into());
+        context.insert("tools".into(), request.tools.cloned().unwrap_or_default());
+        context.insert("documents".into(), serde_json::Value::Null);
+        context.insert("add_generation_prompt".into(), request.asks.into());
+        let marks = Marks::default();
+        let mut out = Bounded { marks: marks.clone(), ..Bounded::default() };
+        let context = minijinja::context! { ..marks.functions(), ..Value::from_serialize(&context) };
+        let rendered = self
+            .environment
+            .get_template("chat")
+            .and_then(|template| template.render_captured_to(context, &mut out).map(drop));
         match rendered {
-            Err(_) if prompt.is_over => {
+            Err(_) if out.is_over => {
                 Err(format!("chat template: it writes more than {MAX_PROMPT_BYTES} bytes"))
             }
             Err(error) => Err(describe(&error)),
-            Ok(()) => String::from_utf8(prompt.bytes).map_err(|error| format!("chat template: {error}")),
+            Ok(()) => {
+                let text = String::from_utf8(out.bytes).map_err(|error| format!("chat template: {error}"))?;
+                Ok(Written { text, generated: marks.spans() })
+            }
         }
     }
+}
+
+/// What a template is asked to write.
+pub(crate) struct Request<'a> {
+    pub(crate) messages: &'a [serde_json::Value],
+    pub(crate) tools: Option<&'a serde_json::Value>,
+    /// Whether the assistant is to go on: `add_generation_prompt`.
+    pub(crate) asks: bool,
+}
+
+/// What a template wrote.
+#[derive(Debug)]
+pub(crate) struct Written {
+    pub(crate) text: String,
+    /// Its bytes between `{% generation %}` and `{% endgeneration %}`.
+    pub(crate) generated: Vec<Range<usize>>,
 }
 
 /// What a template has written, up to a bound.
 #[derive(Default)]
 struct Bounded {
     bytes: Vec<u8>,
+    /// Hears how much there is.
+    marks: Marks,
     is_over: bool,
 }
 
@@ -144,6 +222,7 @@ impl std::io::Write for Bounded {
             return Err(std::io::ErrorKind::FileTooLarge.into());
         }
         self.bytes.extend_from_slice(bytes);
+        self.marks.written(self.bytes.len());
         Ok(bytes.len())
     }
 
@@ -152,8 +231,8 @@ impl std::io::Write for Bounded {
     }
 }
 
-fn bad(file: &Path, why: String) -> ServeError {
-    ServeError::Template { file: file.to_path_buf(), why }
+fn bad(file: &Path, why: String) -> TextError {
+    TextError::bad_file(file, why)
 }
 
 fn describe(error: &Error) -> String {
@@ -170,105 +249,6 @@ fn of_config(config: &serde_json::Value) -> Option<String> {
         }
         _ => None,
     }
-}
-
-/// Python's `json.dumps`: a blank behind `:` and `,`; `indent` where it is asked for.
-fn to_json(value: &Value, options: minijinja::value::Kwargs) -> Result<Value, Error> {
-    let failed = |error: &dyn std::fmt::Display| Error::new(ErrorKind::BadSerialization, error.to_string());
-    let indent: Option<usize> = options.get("indent")?;
-    // Python's other options change nothing that a model was trained to see.
-    let _: Option<bool> = options.get("ensure_ascii")?;
-    options.assert_all_used()?;
-    let mut bytes = Vec::new();
-    match indent {
-        Some(indent) => {
-            let blanks = " ".repeat(indent.min(16));
-            let formatter = serde_json::ser::PrettyFormatter::with_indent(blanks.as_bytes());
-            value
-                .serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, formatter))
-                .map_err(|error| failed(&error))?;
-        }
-        None => value
-            .serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, Spaced))
-            .map_err(|error| failed(&error))?,
-    }
-    String::from_utf8(bytes).map(Value::from_safe_string).map_err(|error| failed(&error))
-}
-
-struct Spaced;
-
-impl serde_json::ser::Formatter for Spaced {
-    fn begin_array_value<W: ?Sized + std::io::Write>(
-        &mut self,
-        out: &mut W,
-        first: bool,
-    ) -> std::io::Result<()> {
-        if first { Ok(()) } else { out.write_all(b", ") }
-    }
-    fn begin_object_key<W: ?Sized + std::io::Write>(
-        &mut self,
-        out: &mut W,
-        first: bool,
-    ) -> std::io::Result<()> {
-        if first { Ok(()) } else { out.write_all(b", ") }
-    }
-    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, out: &mut W) -> std::io::Result<()> {
-        out.write_all(b": ")
-    }
-}
-
-fn now_s() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
-}
-
-/// The directives that templates use for dates, in UTC; another one is an error.
-fn strftime(format: &str, now_s: u64) -> Result<String, Error> {
-    const MONTHS: [&str; 12] = [
-        "January",
-        "February",
-        "March",
-        "April",
-        "May",
-        "June",
-        "July",
-        "August",
-        "September",
-        "October",
-        "November",
-        "December",
-    ];
-    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
-    let (days, second) = (now_s / 86_400, now_s % 86_400);
-    let (year, month, day) = ferrospeed_observe::civil_date(days);
-    let (name, weekday) = (MONTHS[month as usize - 1], DAYS[(days % 7) as usize]);
-    let mut out = String::new();
-    let mut letters = format.chars();
-    while let Some(letter) = letters.next() {
-        if letter != '%' {
-            out.push(letter);
-            continue;
-        }
-        out += &match letters.next() {
-            Some('Y') => format!("{year:04}"),
-            Some('m') => format!("{month:02}"),
-            Some('d') => format!("{day:02}"),
-            Some('e') => format!("{day:2}"),
-            Some('b') => name[..3].to_owned(),
-            Some('B') => name.to_owned(),
-            Some('a') => weekday[..3].to_owned(),
-            Some('A') => weekday.to_owned(),
-            Some('H') => format!("{:02}", second / 3600),
-            Some('M') => format!("{:02}", second / 60 % 60),
-            Some('S') => format!("{:02}", second % 60),
-            Some('%') => "%".to_owned(),
-            other => {
-                let what =
-                    format!("strftime_now does not know %{}", other.map_or(String::new(), String::from));
-                return Err(Error::new(ErrorKind::InvalidOperation, what));
-            }
-        };
-    }
-    Ok(out)
 }
 
 #[cfg(test)]
@@ -318,15 +298,6 @@ mod tests {
         let refused = render(source, &[("user", &content)]).unwrap_err();
         assert_eq!(refused, "chat template: it writes more than 67108864 bytes");
         assert_eq!(render("{{ messages[0].content }}", &[("user", &content)]).unwrap(), content);
-    }
-
-    #[test]
-    fn dates_are_those_of_the_calendar() {
-        let said = |now_s| strftime("%a %d %b %Y, %A %e %B %H:%M:%S %m %%", now_s).unwrap();
-        assert_eq!(said(0), "Thu 01 Jan 1970, Thursday  1 January 00:00:00 01 %");
-        assert_eq!(said(951_825_599), "Tue 29 Feb 2000, Tuesday 29 February 11:59:59 02 %");
-        assert_eq!(said(4_107_542_400), "Mon 01 Mar 2100, Monday  1 March 00:00:00 03 %");
-        assert!(strftime("%Q", 0).is_err());
     }
 
     #[test]

@@ -1,10 +1,11 @@
 //! Text to token ids and back: by a Hugging Face `tokenizer.json`, or one token per byte.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use tokenizers::Tokenizer;
 
-use crate::error::{DataError, Result};
+use crate::error::{Result, TextError};
 use crate::tokenizer_limits::{self, quietly};
 
 /// Ids of [`Codec::Bytes`] are below this.
@@ -45,7 +46,7 @@ impl Codec {
     /// Reads a `tokenizer.json`.
     pub fn from_file(path: &Path) -> Result<Codec> {
         // The tokenizers crate's own message would not name the file.
-        let bytes = ferrospeed_files::read(path, MAX_TOKENIZER_BYTES).map_err(DataError::io(path))?;
+        let bytes = ferrospeed_files::read(path, MAX_TOKENIZER_BYTES).map_err(TextError::io(path))?;
         let said = ferrospeed_files::read(path.with_file_name("tokenizer_config.json"), MAX_TOKENIZER_BYTES);
         let said = said.ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
         Codec::from_bytes(path, &bytes, &said)
@@ -54,7 +55,7 @@ impl Codec {
     /// From the content of a `tokenizer.json` that was found in the file `path`, and of the `tokenizer_config.json` with it.
     pub fn from_bytes(path: &Path, bytes: &[u8], config: &serde_json::Value) -> Result<Codec> {
         let no_tokenizer =
-            |why: &dyn std::fmt::Display| DataError::bad_file(path, format!("is no tokenizer: {why}"));
+            |why: &dyn std::fmt::Display| TextError::bad_file(path, format!("is no tokenizer: {why}"));
         tokenizer_limits::check(bytes).map_err(|why| no_tokenizer(&why))?;
         let read = quietly(|| Tokenizer::from_bytes(bytes)).map_err(|why| no_tokenizer(&why))?;
         let mut tokenizer = read.map_err(|error| no_tokenizer(&error))?;
@@ -62,7 +63,7 @@ impl Codec {
         tokenizer.with_padding(None);
         tokenizer
             .with_truncation(None)
-            .map_err(|error| DataError::bad_file(path, format!("cannot lift its truncation: {error}")))?;
+            .map_err(|error| TextError::bad_file(path, format!("cannot lift its truncation: {error}")))?;
         // A pattern that matches nothing at all and its kin panic at any text: now rather than in the middle of a run.
         quietly(|| {
             let ids = tokenizer.encode_fast(PROBE, true).map(|encoding| encoding.get_ids().to_vec());
@@ -93,7 +94,7 @@ impl Codec {
             return Ok(Codec::Bytes);
         }
         let why = format!("holds no tokenizer.json, and a model of {vocabulary} tokens does not read bytes");
-        Err(DataError::bad_file(folder, why))
+        Err(TextError::bad_file(folder, why))
     }
 
     /// Ids are below this.
@@ -157,9 +158,24 @@ impl Codec {
         }
     }
 
+    /// The ids of a text, and of which bytes of it each is made: a token of something that is not in the text, such as one that
+    /// the tokenizer puts before it, is made of none.
+    pub fn encode_places(&self, text: &str, special_tokens: bool) -> Result<Vec<(u32, Range<usize>)>> {
+        match self {
+            Codec::Bytes => {
+                Ok(text.bytes().enumerate().map(|(at, byte)| (byte.into(), at..at + 1)).collect())
+            }
+            Codec::Tokenizer(file) => {
+                let encoding = file.run(|tokenizer| tokenizer.encode(text, special_tokens))?;
+                let places = encoding.get_offsets().iter().map(|&(start, end)| start..end);
+                Ok(encoding.get_ids().iter().copied().zip(places).collect())
+            }
+        }
+    }
+
     /// The ids of several texts; with a tokenizer they are worked on side by side. A text that goes on with another, which
     /// ended in a newline, gets the ids that it has inside the whole: many tokenizers put something before a text.
-    pub(crate) fn encode_all(&self, texts: Vec<(String, bool)>) -> Result<Vec<Vec<u32>>> {
+    pub fn encode_all(&self, texts: Vec<(String, bool)>) -> Result<Vec<Vec<u32>>> {
         let Codec::Tokenizer(file) = self else {
             return texts.iter().map(|(text, _)| self.encode(text)).collect();
         };
@@ -184,6 +200,15 @@ impl Codec {
 
     /// The text of ids. What is no text becomes a replacement character, ids without a meaning are left out.
     pub fn decode(&self, ids: &[i64]) -> Result<String> {
+        self.decode_with(ids, true)
+    }
+
+    /// The same with the texts of special tokens, which is what a model sees.
+    pub fn decode_all(&self, ids: &[i64]) -> Result<String> {
+        self.decode_with(ids, false)
+    }
+
+    fn decode_with(&self, ids: &[i64], skips_special: bool) -> Result<String> {
         match self {
             Codec::Bytes => {
                 let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
@@ -191,7 +216,7 @@ impl Codec {
             }
             Codec::Tokenizer(file) => {
                 let ids: Vec<u32> = ids.iter().filter_map(|&id| u32::try_from(id).ok()).collect();
-                file.run(|tokenizer| tokenizer.decode(&ids, true))
+                file.run(|tokenizer| tokenizer.decode(&ids, skips_special))
             }
         }
     }
@@ -200,7 +225,7 @@ impl Codec {
 impl FileTokenizer {
     fn run<T>(&self, work: impl FnOnce(&Tokenizer) -> tokenizers::Result<T>) -> Result<T> {
         let done = quietly(|| work(&self.tokenizer).map_err(|error| error.to_string())).flatten();
-        done.map_err(|why| DataError::Tokenizer { tokenizer: self.path.clone(), why })
+        done.map_err(|why| TextError::Tokenizer { tokenizer: self.path.clone(), why })
     }
 }
 
@@ -223,7 +248,7 @@ mod tests {
 
     /// The recorded tokenizer; it begins every text with its end token if asked to.
     fn tokenizer(begins: bool) -> (tempfile::TempDir, Codec) {
-        let recorded = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/tokenizer.json");
+        let recorded = Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/tests/golden/tokenizer.json");
         let text = std::fs::read_to_string(recorded).unwrap();
         let mut tokenizer: serde_json::Value = serde_json::from_str(&text).unwrap();
         if begins {

@@ -1,0 +1,3 @@
+//! What `text` promises, a module per topic: a new test goes into the file of its topic, a new topic gets a line here.
+
+mod conversations;
