@@ -1,6 +1,6 @@
 //! What tells one stream of tokens from another of the same length, for a run that goes on.
 //!
-//! It is of the tokens and not of files, which may have moved, or lie in another format. Of a stream of up to 16 Mi tokens every one
+//! It is of the tokens, and of samples of which are learnt, and not of files, which may have moved, or lie in another format. Of a stream of up to 16 Mi tokens every one
 //! counts; of a longer one 1024 blocks, the first and the last among them: a change between those is not seen.
 
 use serde::{Deserialize, Serialize};
@@ -36,6 +36,8 @@ impl Fingerprint {
             let block = &mut block[..count as usize];
             stream.read(place * BLOCK, block)?;
             block.iter().for_each(|token| sum.update(&token.to_le_bytes()));
+            let trained = stream.trained(place * BLOCK, block.len())?;
+            trained.into_iter().flatten().for_each(|trained| sum.update(&[trained.into()]));
             compared += count;
         }
         Ok(Fingerprint { tokens, compared, checksum: sum.finalize() })

@@ -40,7 +40,8 @@ impl Sample {
         let text = format!("{prompt}{completion}");
         let begin = if train_on == TrainOn::All { 0 } else { prompt.len() };
         let placed = codec.encode_places(&text, true)?;
-        let mut sample = Sample::of_places(&placed, &[begin..text.len()]);
+        let learnt = Range { start: begin, end: text.len() };
+        let mut sample = Sample::of_places(&placed, &[learnt]);
         let end = codec.separator()?;
         match sample.tokens.ends_with(&end) {
             // A tokenizer that ends texts itself has done so.

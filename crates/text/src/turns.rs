@@ -54,16 +54,16 @@ pub fn trained_text(
 ) -> Result<(String, Vec<Range<usize>>)> {
     let whole = write(template, conversation, conversation.messages().len(), false)?;
     if train_on == TrainOn::All {
-        let all = vec![0..whole.text.len()];
-        return Ok((whole.text, all));
+        let all = Range { start: 0, end: whole.text.len() };
+        return Ok((whole.text, vec![all]));
     }
     let answers = conversation.answers();
     let mut spans = if template.marks_generation() {
         marked(&whole.generated, &answers)?
     } else {
-        let learnt = answers.iter().filter(|(_, learnt)| *learnt).map(|(at, _)| *at);
+        let mut learnt = answers.iter().filter(|(_, learnt)| *learnt).map(|(at, _)| *at);
         let learnt: Vec<usize> = match train_on {
-            TrainOn::Last => learnt.last().into_iter().collect(),
+            TrainOn::Last => learnt.next_back().into_iter().collect(),
             _ => learnt.collect(),
         };
         let cut = |at: usize| cut(template, conversation, &whole.text, at);

@@ -136,10 +136,10 @@ fn masks_are_read_from_the_cache_again_and_sequences_know_them() {
     std::fs::write(&mask, vec![1; std::fs::metadata(&mask).unwrap().len() as usize]).unwrap();
     assert_eq!(texts(&*open()), first);
     let sequences = Sequences::split(open(), LENGTH, 0.0).unwrap().by_documents(None).unwrap();
-    // Two samples of 24 bytes, and what fills the rest: none is cut.
-    assert_eq!(sequences.documents(Split::Train, 0, &[0; 64]).unwrap().unwrap(), [0, 24, 48, 64]);
+    // Two samples of 23 bytes, and what fills the rest: none is cut.
+    assert_eq!(sequences.documents(Split::Train, 0, &[0; 64]).unwrap().unwrap(), [0, 23, 46, 64]);
     let trained = sequences.trained(Split::Train, 0, 64).unwrap().unwrap();
     assert_eq!(trained.iter().filter(|&&trained| trained).count(), 2 * " Ho\n".len());
     let counted = sequences.counted()[0];
-    assert_eq!((counted.samples, counted.tokens, counted.trained), (5, 120, 20));
+    assert_eq!((counted.samples, counted.tokens, counted.trained), (5, 115, 20));
 }

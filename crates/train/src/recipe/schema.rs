@@ -163,14 +163,17 @@ pub(super) fn check(recipe: &mut Map<String, Value>) -> Vec<String> {
     problems
 }
 
+/// What stands in for the steps of a run that is told by its epochs.
+const STEPS_OF_EPOCHS: u64 = 1_000_000;
+
 /// A run is so many steps long, or so many passes over its data.
 fn check_length(recipe: &mut Map<String, Value>) -> Option<String> {
     match (recipe.contains_key("steps"), recipe.contains_key("epochs")) {
         (true, true) => Some("epochs: there are steps too; take one of the two away".into()),
         (true, false) => None,
         (false, is_told) => {
-            // How many it will be is known when the data is.
-            recipe.insert("steps".into(), 1.into());
+            // How many it will be is known when the data is: until then, so many that no schedule is too long for them.
+            recipe.insert("steps".into(), STEPS_OF_EPOCHS.into());
             (!is_told).then(|| "steps: is missing; give it, or epochs".into())
         }
     }

@@ -31,7 +31,7 @@ fn place() -> tempfile::TempDir {
     let place = tempfile::tempdir().unwrap();
     let talks = (0..8usize).map(|at| {
         let answer = (at * at) % 23 + 1;
-        talk(&"why ".repeat((60 - answer) / 4), &"no".repeat(answer).split_at(answer).0.to_owned())
+        talk(&"why ".repeat((60 - answer) / 4), "no".repeat(answer).split_at(answer).0)
     });
     std::fs::write(place.path().join("chats.jsonl"), talks.collect::<String>()).unwrap();
     place
