@@ -1,4 +1,4 @@
-//! Chat templates that are known by name, for models that bring none: as their authors publish them, without default system
+//! Chat templates that are known by name, for models that bring none: they write what the models of that name read, without default system
 //! messages.
 
 /// The names.

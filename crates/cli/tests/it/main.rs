@@ -6,6 +6,7 @@ mod bench;
 mod checkpoint;
 mod checkpoint_newest;
 mod commands;
+mod conversations;
 mod curriculum;
 mod data;
 mod examined;
