@@ -138,6 +138,18 @@ pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
     }
 }
 
+/// Refuses a number of threads that is none: it was to be another than all cores.
+fn check_threads() -> Result<(), Failure> {
+    const NAME: &str = "FERROSPEED_THREADS";
+    let Some(given) = std::env::var_os(NAME) else { return Ok(()) };
+    match given.to_str().and_then(|given| given.parse::<usize>().ok()) {
+        Some(threads) if threads > 0 => Ok(()),
+        _ => Err(Failure::Usage(format!(
+            "{NAME}: {given:?} is no number of threads; give 1 or more, or leave it unset for all cores"
+        ))),
+    }
+}
+
 #[cfg(test)]
 mod golden_tests;
 
@@ -148,17 +160,5 @@ mod tests {
     #[test]
     fn the_command_table_is_consistent() {
         super::Cli::command().debug_assert();
-    }
-}
-
-/// Refuses a number of threads that is none: it was to be another than all cores.
-fn check_threads() -> Result<(), Failure> {
-    const NAME: &str = "FERROSPEED_THREADS";
-    let Some(given) = std::env::var_os(NAME) else { return Ok(()) };
-    match given.to_str().and_then(|given| given.parse::<usize>().ok()) {
-        Some(threads) if threads > 0 => Ok(()),
-        _ => Err(Failure::Usage(format!(
-            "{NAME}: {given:?} is no number of threads; give 1 or more, or leave it unset for all cores"
-        ))),
     }
 }
