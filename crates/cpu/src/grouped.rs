@@ -140,7 +140,7 @@ impl Grouped for CpuBackend {
         })
     }
 
-    /// Gradients of [`collect_rows`] with weights.
+    /// Gradients of `collect_rows` with weights.
     fn collect_rows_backward(
         &self,
         inputs: [&Tensor; 3],

@@ -1,6 +1,6 @@
 //! Kernels for this machine's processor. Start reading at [`CpuBackend`]; each kernel family has its file.
 //!
-//! Every kernel gives the same bits with any number of threads: see [`threads`](ferrospeed_tensor::loops::threads). What
+//! Every kernel gives the same bits with any number of threads: see [`threads`]. What
 //! depends on the instruction set: see [`simd`].
 //!
 //! ```

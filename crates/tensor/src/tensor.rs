@@ -124,8 +124,39 @@ impl Tensor {
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Tensor {
         let shape = shape.into();
-        let block = RawBlock { address: pointer, capacity_bytes: shape.numel() * dtype.size_bytes() };
-        device.backend().count_external(block.capacity_bytes, category);
+        let bytes = shape.numel() * dtype.size_bytes();
+        device.backend().count_external(bytes, category);
+        // SAFETY: the caller's promise.
+        unsafe { Tensor::over(pointer, bytes, shape, dtype, device, category, owner) }
+    }
+
+    /// The same over memory that is not the device's to count: what passes between it and a disk.
+    ///
+    /// # Safety
+    /// As [`Tensor::from_external`].
+    pub unsafe fn from_uncounted(
+        pointer: NonNull<u8>,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        device: &Device,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Tensor {
+        // SAFETY: the caller's promise.
+        unsafe { Tensor::over(pointer, 0, shape.into(), dtype, device, Category::Buffers, owner) }
+    }
+
+    /// # Safety
+    /// As [`Tensor::from_external`]; `counted_bytes` are counted already.
+    unsafe fn over(
+        pointer: NonNull<u8>,
+        counted_bytes: usize,
+        shape: Shape,
+        dtype: DType,
+        device: &Device,
+        category: Category,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Tensor {
+        let block = RawBlock { address: pointer, capacity_bytes: counted_bytes };
         let buffer =
             Buffer { device: device.clone(), block, category, owner: Owner::External { _owner: owner } };
         Tensor { buffer: Arc::new(buffer), offset_bytes: 0, shape, dtype, source: None }

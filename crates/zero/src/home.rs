@@ -339,6 +339,6 @@ impl Reading {
         // SAFETY: inside the buffer, which holds at least this much from there and lives as long as the tensor.
         let address = unsafe { buffer.address().add(skip) };
         // SAFETY: as above; a place in a file is a multiple of the element's size, and the buffer is nobody else's.
-        Ok(unsafe { Tensor::from_external(address, [len], dtype, &host, Category::Buffers, buffer) })
+        Ok(unsafe { Tensor::from_uncounted(address, [len], dtype, &host, buffer) })
     }
 }

@@ -76,7 +76,7 @@ pub trait Grouped: Memory {
     fn grouped_outer(&self, grouped: GroupedOuter<'_>) -> Result<()>;
     /// Of each group of rows that has a place for it, their sum.
     fn grouped_sums(&self, counts: &Tensor, x: &Tensor, targets: Vec<Option<MatrixOut<'_>>>) -> Result<()>;
-    /// As [`Pointwise::gated_backward_in_place`], with `rebuilds`, of rows `[gate, up, dy]` each of which counts with the weight
+    /// As `Pointwise::gated_backward_in_place`, with `rebuilds`, of rows `[gate, up, dy]` each of which counts with the weight
     /// of its slot: `dy` is the gradient of what is weighted. All three become weighted, and `dweights` the gradients of the
     /// weights; those of slots without a row are zero. Rows without a slot are zero.
     fn weighted_gated_backward(

@@ -24,7 +24,7 @@ pub trait Rows: Memory {
         width: usize,
     ) -> Result<()>;
     /// Takes rows of `x` apart into up to three: `parts[i]` gets as many columns as it is wide, from left to right. For devices
-    /// with [`Products::joined_rows`].
+    /// with `Products::joined_rows`.
     fn split_columns(&self, _x: &Tensor, _parts: Vec<Out<'_>>) -> Result<()> {
         Err(TensorError::argument("split_columns", "this device has no kernel for it"))
     }

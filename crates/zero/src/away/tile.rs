@@ -180,7 +180,7 @@ impl Column<'_> {
             // SAFETY: the buffer holds a whole tile, outlives the update, and is used by nobody else meanwhile.
             Column::Disk(_, _, buffer) => unsafe {
                 let owner = Arc::new(());
-                Tensor::from_external(buffer.address(), [len], dtype, host, Category::Buffers, owner)
+                Tensor::from_uncounted(buffer.address(), [len], dtype, host, owner)
             },
         }
     }
