@@ -13,11 +13,23 @@ use std::path::{Path, PathBuf};
 /// This user's folder among the temporary files, made if need be: `TMPDIR/ferrospeed-UID`. Where nobody has chosen TMPDIR and another
 /// user has put something at that name, it is `/run/user/UID/ferrospeed`, where nobody else can.
 pub fn folder() -> Result<PathBuf> {
+    let (shared, private) = places();
+    first_of_ours(shared, private)
+}
+
+/// That folder, where it is there already; none is made.
+pub fn existing_folder() -> Option<PathBuf> {
+    let (shared, private) = places();
+    let own = private.map(|private| private.join("ferrospeed"));
+    [Some(shared), own].into_iter().flatten().find(|folder| is_ours(folder))
+}
+
+/// Where it is, and beside what it is instead.
+fn places() -> (PathBuf, Option<PathBuf>) {
     let own = own_user();
     let given = std::env::var_os("TMPDIR").filter(|given| !given.is_empty()).map(PathBuf::from);
     let shared = given.as_deref().unwrap_or(Path::new("/tmp")).join(format!("ferrospeed-{own}"));
-    let private = given.is_none().then(|| PathBuf::from(format!("/run/user/{own}")));
-    first_of_ours(shared, private)
+    (shared, given.is_none().then(|| PathBuf::from(format!("/run/user/{own}"))))
 }
 
 /// `shared`, or a folder in `private` where `shared` is not ours and `private` is.
@@ -155,6 +167,17 @@ mod tests {
         assert!(make_folder(&link).unwrap_err().to_string().contains("is not a folder"));
         std::fs::set_permissions(&inner, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
         assert!(make_folder(&inner).unwrap_err().to_string().contains("its mode is 755"));
+        std::fs::remove_dir_all(scratch).unwrap();
+    }
+
+    #[test]
+    fn the_folder_that_is_there_is_the_one_that_is_made() {
+        let made = folder().unwrap();
+        assert_eq!(existing_folder(), Some(made));
+        let scratch = scratch("foreign");
+        std::fs::set_permissions(&scratch, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        assert!(!is_ours(&scratch), "others may enter it");
+        assert!(!is_ours(&scratch.join("missing")));
         std::fs::remove_dir_all(scratch).unwrap();
     }
 

@@ -13,19 +13,12 @@ const MOST_JOBS: usize = 20;
 /// So many names of the folder are looked at at once; who has more left comes back to the rest with the next job.
 const MAX_NAMES: usize = 10_000;
 
-/// Removes what is old. What cannot be looked at or removed stays: it is in nobody's way.
+/// Removes what is old. What cannot be looked at or removed stays: it is in nobody's way. Other temporary files, which may be millions
+/// and are everybody's, are not read through.
 pub(super) fn remove() {
-    if may_have_any(&std::env::temp_dir())
-        && let Ok(folder) = private::folder()
-    {
+    if let Some(folder) = private::existing_folder() {
         remove_from(&folder, SystemTime::now());
     }
-}
-
-/// Whether this user has a private folder among temporary files. Asking for the folder itself would make it; and those files, which
-/// may be millions and are everybody's, are not read through.
-fn may_have_any(temporary: &Path) -> bool {
-    temporary.join(format!("ferrospeed-{}", nix::unistd::geteuid())).symlink_metadata().is_ok()
 }
 
 fn remove_from(private: &Path, now: SystemTime) {
@@ -49,21 +42,6 @@ fn remove_from(private: &Path, now: SystemTime) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn only_the_users_own_folder_is_looked_for() {
-        let temporary = tempfile::tempdir().unwrap();
-        let make =
-            |user: u32| std::fs::create_dir(temporary.path().join(format!("ferrospeed-{user}"))).unwrap();
-        let own = nix::unistd::geteuid().as_raw();
-        make(own + 1);
-        assert!(!may_have_any(temporary.path()), "that is another's");
-        make(own);
-        assert!(may_have_any(temporary.path()));
-        // It is the folder that recorders lie in.
-        let folder = private::folder().unwrap();
-        assert_eq!(folder.file_name().unwrap().to_str(), Some(format!("ferrospeed-{own}").as_str()));
-    }
 
     #[test]
     fn recorders_of_the_newest_jobs_stay_for_a_week() {
