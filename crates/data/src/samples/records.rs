@@ -14,7 +14,7 @@ use crate::documents::{MAX_PIECE_BYTES, guarded};
 use crate::error::{DataError, Result};
 
 /// Which files of folders are read, by how their names end.
-pub(crate) const EXTENSIONS: [&str; 5] = ["jsonl", "ndjson", "json", "parquet", "gz zst"];
+pub(crate) const EXTENSIONS: [&str; 6] = ["jsonl", "ndjson", "json", "parquet", "gz", "zst"];
 
 /// A record and where it stands.
 pub(crate) struct Record<'a> {
@@ -123,7 +123,9 @@ fn array(path: &Path, reader: Box<dyn BufRead>, take: Take<'_>) -> Result<Contro
     let mut found = Ok(ControlFlow::Continue(()));
     let mut json = serde_json::Deserializer::from_reader(reader);
     let elements = Elements { path, take, found: &mut found };
-    match (elements.deserialize(&mut json), found) {
+    // What stands behind the array would be lost without a word.
+    let read = elements.deserialize(&mut json).and_then(|()| json.end());
+    match (read, found) {
         (_, Err(error)) => Err(error),
         (_, Ok(ControlFlow::Break(()))) => Ok(ControlFlow::Break(())),
         (Ok(()), flow) => flow,

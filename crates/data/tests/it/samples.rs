@@ -84,6 +84,10 @@ fn lines_arrays_and_compressed_files_are_read_by_folder_and_by_pattern() {
         }
         assert_eq!(stream.counted().unwrap().samples, 5);
     }
+    // Two arrays, one behind the other, as files that were joined have them.
+    std::fs::write(path("b.json"), format!("[{}]\n[{}]", line("one"), line("two"))).unwrap();
+    let error = open(files(vec![path("b.json")])).err().unwrap();
+    assert!(error.contains("b.json: line 3, column 1: is no JSON: trailing characters"), "{error}");
     let error = open(files(vec![path("*.nothing")])).err().unwrap();
     assert!(error.contains("stands for no file"), "{error}");
 }
