@@ -135,7 +135,8 @@ impl Decoder {
             config.vocab,
             config.embedding_width,
             config.init_std,
-        );
+        )
+        .with_padding(config.padding);
         let embedding_norm =
             names.embedding_norm.map(|name| Norm::new(&init.at(name), config.width, config.norm));
         let learned_positions = match (&config.positions, names.positions) {
