@@ -52,7 +52,7 @@ impl Answer {
             Work::Generate { answers, stops, stop_tokens, .. } => Some(Writing {
                 sampling: answers[index].clone(),
                 stop_tokens: stop_tokens.as_slice().into(),
-                detokenizer: Detokenizer::default(),
+                detokenizer: Detokenizer::after(&request.prompt),
                 stops: StopStrings::new(stops.clone()),
                 paired: Paired::default(),
             }),

@@ -116,7 +116,7 @@ impl Head {
     }
 
     fn logprobs(&self, app: &App, told: &[Told], offsets: &[usize]) -> Value {
-        let text = |token: i64| app.facts().codec.decode(&[token]).unwrap_or_default();
+        let text = |token: i64| app.facts().codec.token_text(token).unwrap_or_default();
         match self.style {
             Style::Chat => {
                 let one = |of: &Likelihood| {
