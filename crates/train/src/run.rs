@@ -208,12 +208,14 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     if done.is_some_and(|done| done >= recipe.steps) {
         run.health.finish_at_once().map_err(|divergence| divergence.verdict(&folder.checkpoints()))?;
     }
+    // An attempt that ended before its first checkpoint is made again from the first step.
+    let begins_again = resumed.is_none() && job.resume == Resume::Newest && folder.log().exists();
     let mut records = if rank == 0 {
         folder.create()?;
         copy_companions(recipe, run.codec.as_ref(), &folder.model())?;
         write_config(recipe, &run.engine, folder)?;
         let goes_on_here = resumed.as_ref().is_some_and(|resumed| folder.holds_checkpoint(&resumed.path));
-        if goes_on_here {
+        if goes_on_here || begins_again {
             let samples = run.engine.global_samples();
             go_back_in_curves(&run.engine.config().monitors, samples, &mut all_warnings);
         }
