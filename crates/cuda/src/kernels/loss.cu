@@ -66,7 +66,7 @@ extern "C" __global__ void cross_entropy(u64 classes, u64 columns, REAL* logits,
     float scale = (1.0f + 2.0f * spec.z_loss * log_total) / total;
     float uniform = spec.smoothing / classes, hit = 1.0f - spec.smoothing;
     for (u64 p = threadIdx.x; p < packs; p += blockDim.x) {
-        Pack<REAL> a = load8(row + p * 8);
+        Pack<REAL> a = classes_of(row + p * 8, p * 8, classes);
         #pragma unroll
         for (int j = 0; j < 8; j++) {
             float g = __expf(widen(a.v[j]) - most) * scale - uniform;

@@ -71,8 +71,8 @@ pub trait Losses: Memory {
         classes
     }
     /// Per row of `logits [rows, columns]`, in [`Losses::logits_dtype`], of which the first `classes` columns count: the loss
-    /// into `losses [rows]`, and its gradient where it is wanted. The logits are lost where there is a gradient, and what the
-    /// other columns hold is undefined.
+    /// into `losses [rows]`, and its gradient where it is wanted. The logits are lost where there is a gradient; what the other
+    /// columns hold is finite if it was.
     fn cross_entropy_rows(
         &self,
         options: &CrossEntropyOptions,

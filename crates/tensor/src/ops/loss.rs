@@ -2,7 +2,7 @@
 
 use crate::autograd::{Own, needs_grad, record};
 pub use crate::backend::CrossEntropyOptions;
-use crate::backend::{Device, Gemm, LossGradient, Matrix, MatrixOut};
+use crate::backend::{Device, Gemm, LossGradient, Matrix};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::memory::Category;
@@ -10,6 +10,7 @@ use crate::ops::{WeightLayout, lent_place};
 use crate::out::Out;
 use crate::param::Operand;
 use crate::profile;
+use crate::shape::Shape;
 use crate::tensor::Tensor;
 use crate::with_category;
 
@@ -139,6 +140,16 @@ pub fn linear_cross_entropy(
     profile::in_module_of(Some(&owner), "Linear", sizes, run)
 }
 
+/// A table with rows of zeros behind it.
+fn filled_up(table: &Tensor, rows: usize) -> Result<Tensor> {
+    let (own, width) = (table.shape().rows(), table.shape().last());
+    let (device, backend) = (table.device(), table.device().backend());
+    let mut filled = Tensor::empty([rows, width], table.dtype(), device)?;
+    backend.copy(table, filled.out()?.part(0, [own, width])?.out())?;
+    backend.fill(filled.out()?.part(own * width, [rows - own, width])?.out(), 0.0)?;
+    Ok(filled)
+}
+
 fn recorded_linear_cross_entropy(
     x: Operand,
     weight: Operand,
@@ -171,14 +182,21 @@ fn recorded_linear_cross_entropy(
     let table = weight.read()?;
     let mut losses = Tensor::empty([rows], DType::F32, &device)?;
     let held = backend.logits_dtype(dtype);
-    let columns = losses_of.columns(&device, classes);
+    // Where logits have more columns than classes, so has the weight rows: every product then begins where units like it.
+    let columns = match layout {
+        WeightLayout::OutIn => losses_of.columns(&device, classes),
+        WeightLayout::InOut => classes,
+    };
+    let filled_up = (columns > classes).then(|| filled_up(&table, columns)).transpose()?;
+    let table_rows = filled_up.as_ref().unwrap_or(&table);
     let most = backend.logits_rows(losses_of.classes(classes) * held.size_bytes()).clamp(16, rows.max(16));
     // Of equal size: a small rest would keep few of the device's units busy.
     let chunk = rows.div_ceil(rows.div_ceil(most).max(1)).next_multiple_of(16).max(16);
     let mut dx = if wants[0] { Some(Tensor::empty(*x.shape(), dtype, &device)?) } else { None };
     // Sums over chunks stay in f32 and are rounded once, in backward.
     let mut dweight = if wants[1] {
-        Some(with_category(Category::Gradients, || Tensor::empty(*weight.shape(), DType::F32, &device))?)
+        let shape = if columns > classes { Shape::from([columns, width]) } else { *weight.shape() };
+        Some(with_category(Category::Gradients, || Tensor::empty(shape, DType::F32, &device))?)
     } else {
         None
     };
@@ -188,10 +206,9 @@ fn recorded_linear_cross_entropy(
         let count = chunk.min(rows - start);
         let x_chunk = flat.slice(start * width, [count, width])?;
         let mut logits = Tensor::empty([count, columns], held, &device)?;
-        let w = Matrix { transposed, ..Matrix::whole(&table) };
+        let w = Matrix { transposed, ..Matrix::whole(table_rows) };
         profile::count_product(1, count, classes, width);
-        let plain = Gemm::plain(count, classes, width, Matrix::whole(&x_chunk), w, logits.out()?);
-        backend.gemm(Gemm { c: MatrixOut { row_stride: columns, ..plain.c }, ..plain })?;
+        backend.gemm(Gemm::plain(count, columns, width, Matrix::whole(&x_chunk), w, logits.out()?))?;
         let target_chunk = targets.view([rows])?.slice(start, [count])?;
         let mut loss_chunk = losses.out()?.part(start, [count])?;
         let mut loss = |logits: &mut Tensor, gradient: LossGradient<'_>| {
@@ -213,15 +230,15 @@ fn recorded_linear_cross_entropy(
         };
         if let Some(dx) = &mut dx {
             let mut target = dx.out()?.part(start * width, [count, width])?;
-            let w = Matrix { transposed: !transposed, ..Matrix::whole(&table) };
+            let w = Matrix { transposed: !transposed, ..Matrix::whole(table_rows) };
             profile::taking_gradients(|| {
                 profile::count_product(1, count, width, classes);
-                backend.gemm(Gemm::plain(count, width, classes, Matrix::whole(&gradient), w, target.out()))
+                backend.gemm(Gemm::plain(count, width, columns, Matrix::whole(&gradient), w, target.out()))
             })?;
         }
         if let Some(dweight) = &mut dweight {
             let (left, right, m, n) = match layout {
-                WeightLayout::OutIn => (&gradient, &x_chunk, classes, width),
+                WeightLayout::OutIn => (&gradient, &x_chunk, columns, width),
                 WeightLayout::InOut => (&x_chunk, &gradient, width, classes),
             };
             let (a, b) = (Matrix::transposed(left), Matrix::whole(right));
@@ -231,7 +248,11 @@ fn recorded_linear_cross_entropy(
             })?;
         }
     }
-    drop(table);
+    drop((table, filled_up));
+    let dweight = match dweight {
+        Some(all) if columns > classes => Some(all.slice(0, *weight.shape())?),
+        all => all,
+    };
     let loss = mean_loss(&losses, &counted)?;
     if !recording {
         return Ok(loss);
