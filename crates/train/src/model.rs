@@ -6,7 +6,7 @@ use ferrospeed_comm::Mesh;
 use ferrospeed_config::DataType;
 use ferrospeed_models::adapter::AdapterFiles;
 use ferrospeed_models::config::{read_config, with_dropout};
-use ferrospeed_models::decoder::{FeedForward, MlpChunks, Positions, Spread};
+use ferrospeed_models::decoder::{FeedForward, MlpChunks, Spread};
 use ferrospeed_models::gguf::is_gguf;
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
@@ -362,12 +362,11 @@ impl ModelPlan {
 pub(crate) fn slow_attention(model: &DecoderConfig, data_type: DataType) -> Option<String> {
     let (what, help) = if data_type == DataType::Fp32 {
         ("f32", "enable bf16 or fp16")
-    } else if model.attention_dropout > 0.0 {
-        ("dropout of its weights", "model.dropout = 0 (--set model.dropout=0) trains without")
-    } else if model.positions == Positions::Alibi {
-        ("ALiBi", "short sequences cost least")
-    } else if model.head_dim > 128 {
-        ("heads of more than 128 channels", "short sequences cost least")
+    } else if model.head_dim > 256 || !model.head_dim.is_multiple_of(8) {
+        (
+            "heads of more than 256 channels, or of a number that 8 does not divide,",
+            "short sequences cost least",
+        )
     } else {
         return None;
     };
@@ -420,14 +419,13 @@ mod tests {
             Ok(ModelConfig::Decoder(config)) => config,
             other => panic!("{other:?}"),
         };
-        // Dropout is 0.1 where this family's config.json does not say.
-        let gpt2 = json!({ "model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1, "vocab_size": 32 });
-        let told = slow_attention(&of(gpt2.clone()), DataType::Bf16).unwrap();
-        assert!(told.contains("dropout of its weights") && told.contains("--set model.dropout=0"), "{told}");
-        let mut config = of(with_dropout(gpt2, 0.0));
+        let mut config =
+            of(json!({ "model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1, "vocab_size": 32 }));
         assert_eq!(slow_attention(&config, DataType::Bf16), None);
         assert!(slow_attention(&config, DataType::Fp32).unwrap().contains("enable bf16"));
-        config.head_dim = 192;
-        assert!(slow_attention(&config, DataType::Fp16).unwrap().contains("128 channels"));
+        for (channels, is_told) in [(192, false), (256, false), (264, true), (60, true)] {
+            config.head_dim = channels;
+            assert_eq!(slow_attention(&config, DataType::Fp16).is_some(), is_told, "{channels}");
+        }
     }
 }

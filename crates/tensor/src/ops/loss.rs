@@ -2,7 +2,7 @@
 
 use crate::autograd::{Own, needs_grad, record};
 pub use crate::backend::CrossEntropyOptions;
-use crate::backend::{Gemm, LossGradient, Matrix};
+use crate::backend::{Device, Gemm, LossGradient, Matrix, MatrixOut};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::memory::Category;
@@ -23,10 +23,15 @@ pub trait RowLoss {
     fn classes(&self, own: usize) -> usize {
         own
     }
-    /// As [`Sums::cross_entropy_rows`](crate::backend::Losses::cross_entropy_rows).
+    /// How many columns logits of so many classes are held in on a device.
+    fn columns(&self, _device: &Device, classes: usize) -> usize {
+        classes
+    }
+    /// As [`Losses::cross_entropy_rows`](crate::backend::Losses::cross_entropy_rows).
     fn rows(
         &self,
         logits: &mut Tensor,
+        classes: usize,
         targets: &Tensor,
         losses: Out<'_>,
         gradient: LossGradient<'_>,
@@ -38,15 +43,20 @@ impl RowLoss for CrossEntropyOptions {
         self.ignore_index
     }
 
+    fn columns(&self, device: &Device, classes: usize) -> usize {
+        device.backend().logits_columns(classes)
+    }
+
     fn rows(
         &self,
         logits: &mut Tensor,
+        classes: usize,
         targets: &Tensor,
         losses: Out<'_>,
         gradient: LossGradient<'_>,
     ) -> Result<()> {
         let device = logits.device().clone();
-        device.backend().cross_entropy_rows(self, logits.out()?, targets, losses, gradient)
+        device.backend().cross_entropy_rows(self, logits.out()?, classes, targets, losses, gradient)
     }
 }
 
@@ -97,7 +107,7 @@ pub fn cross_entropy(
     device.backend().cast(&value, work.out()?)?;
     let mut losses = Tensor::empty([rows], DType::F32, device)?;
     let gradient = if recording { LossGradient::OverLogits } else { LossGradient::Nowhere };
-    losses_of.rows(&mut work, targets, losses.out()?, gradient)?;
+    losses_of.rows(&mut work, classes, targets, losses.out()?, gradient)?;
     let loss = mean_loss(&losses, &counted)?;
     if !recording {
         return Ok(loss);
@@ -161,6 +171,7 @@ fn recorded_linear_cross_entropy(
     let table = weight.read()?;
     let mut losses = Tensor::empty([rows], DType::F32, &device)?;
     let held = backend.logits_dtype(dtype);
+    let columns = losses_of.columns(&device, classes);
     let most = backend.logits_rows(losses_of.classes(classes) * held.size_bytes()).clamp(16, rows.max(16));
     // Of equal size: a small rest would keep few of the device's units busy.
     let chunk = rows.div_ceil(rows.div_ceil(most).max(1)).next_multiple_of(16).max(16);
@@ -176,15 +187,16 @@ fn recorded_linear_cross_entropy(
     for start in (0..rows).step_by(chunk) {
         let count = chunk.min(rows - start);
         let x_chunk = flat.slice(start * width, [count, width])?;
-        let mut logits = Tensor::empty([count, classes], held, &device)?;
+        let mut logits = Tensor::empty([count, columns], held, &device)?;
         let w = Matrix { transposed, ..Matrix::whole(&table) };
         profile::count_product(1, count, classes, width);
-        backend.gemm(Gemm::plain(count, classes, width, Matrix::whole(&x_chunk), w, logits.out()?))?;
+        let plain = Gemm::plain(count, classes, width, Matrix::whole(&x_chunk), w, logits.out()?);
+        backend.gemm(Gemm { c: MatrixOut { row_stride: columns, ..plain.c }, ..plain })?;
         let target_chunk = targets.view([rows])?.slice(start, [count])?;
         let mut loss_chunk = losses.out()?.part(start, [count])?;
         let mut loss = |logits: &mut Tensor, gradient: LossGradient<'_>| {
             losses_of
-                .rows(logits, &target_chunk, loss_chunk.out(), gradient)
+                .rows(logits, classes, &target_chunk, loss_chunk.out(), gradient)
                 .map_err(|error| behind(start, error))
         };
         if !recording {
