@@ -18,6 +18,7 @@ pub struct Embedding {
 impl Embedding {
     /// A table `[entries, width]` of normal numbers.
     pub fn new(init: &Init, entries: usize, width: usize, std: f32) -> Embedding {
+        init.refuse_adapters("is a table of embeddings, which has no adapters here; name it in modules_to_save to train it whole");
         let (shape, start) = ([entries, width], Initializer::Normal { mean: 0.0, std });
         let (table, summed) = match init.slicing() {
             Some((slices, cut @ Cut::Entries)) => {

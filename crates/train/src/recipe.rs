@@ -16,6 +16,12 @@
 //! activation_checkpointing = true       # blocks are computed again in backward instead of kept
 //! mlp_chunk = 8192                      # tokens that feed-forward layers take at a time; 0: all; default: by their number
 //!
+//! # frozen = ["model.embed_tokens*"]    # parameters that stay as they are
+//!
+//! [adapter]                # in place of the model's weights, which stay as they are, adapters of its layers are trained
+//! rank = 16
+//! target_modules = "all-linear"         # or ["q_proj", "v_proj"]
+//!
 //! [data]                   # exactly one kind of data:
 //! text = ["README.md", "crates"]        # files, or folders with…
 //! extensions = ["md", "rs"]             # …these files
@@ -72,6 +78,7 @@
 //! Paths are relative to the folder the command is run in. Everything that is wrong is reported together, before any
 //! rank starts. `docs/recipes.md` says more.
 
+mod adapter;
 mod problems;
 mod schema;
 mod trainer;
@@ -91,6 +98,7 @@ use serde_json::Value;
 use crate::error::{Result, TrainError};
 use crate::mesh::MeshSizes;
 
+pub use adapter::{AdapterRecipe, TargetsRecipe};
 pub use trainer::trainer_defaults;
 pub use training::TrainingRecipe;
 
@@ -116,6 +124,9 @@ pub struct Recipe {
     pub max_bad_steps: u64,
     /// What is trained.
     pub model: ModelRecipe,
+    /// What is trained in place of its weights.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adapter: Option<AdapterRecipe>,
     /// What it is trained on.
     pub data: DataRecipe,
     /// What fills the `"auto"`s of the ds_config.
@@ -178,6 +189,9 @@ pub struct ModelRecipe {
     /// recomputed anyway.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mlp_chunk: Option<u64>,
+    /// Parameters that are not trained, by their names, in which `*` stands for anything.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub frozen: Vec<String>,
 }
 
 /// What it is trained on: exactly one kind of data, and how it is cut.

@@ -18,8 +18,10 @@ use ferrospeed_engine::{
     initialize_pipeline, machine,
 };
 use ferrospeed_models::Decoder;
+use ferrospeed_models::adapter::AdapterFiles;
 use ferrospeed_models::decoder::{CheckpointTimes, FeedForward};
 use ferrospeed_nn::SequenceParallel;
+use ferrospeed_nn::adapter::Start;
 use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_observe::monitor::TensorBoard;
 use ferrospeed_observe::trace::Activity;
@@ -29,7 +31,8 @@ use ferrospeed_text::Codec;
 use ferrospeed_tune::plan::{Operands, Processor};
 use serde_json::{Value, json};
 
-use crate::checkpoint::{Checkpoints, Ending, StopRequests};
+use crate::adapter;
+use crate::checkpoint::{AdapterState, Checkpoints, Ending, StopRequests};
 use crate::curriculum::Order;
 use crate::data_state::DataState;
 use crate::error::{Result, TrainError};
@@ -93,6 +96,8 @@ struct Run<'a> {
     health: Health,
     /// With `activation_checkpointing.profile`.
     checkpoint_times: Option<Arc<CheckpointTimes>>,
+    /// What checkpoints of a run with adapters say of them.
+    adapter: Option<AdapterState>,
 }
 
 /// Runs a recipe on this rank; all ranks call it together.
@@ -107,7 +112,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let recipe = &recipe.with_steps_of(sequences.count(Split::Train)).map_err(|error| {
         TrainError::Recipe { path: job.path.to_path_buf(), problems: vec![error.to_string()] }
     })?;
-    let BuiltModel { decoder: mut model, config: model_config, weights } = model;
+    let BuiltModel { decoder: mut model, config: model_config, weights, adapter: first_adapter } = model;
     if sizes.sequence.get() > 1 {
         let sequence = SequenceParallel::new(mesh.sequence()?, recipe.sequence_method());
         model.set_sequence_parallel(Some(sequence));
@@ -128,11 +133,13 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     // Before anything is counted or traced.
     let wire_bytes_per_s = machine::sent_bytes_per_s(&job.world)?;
     let data = DataState::of(recipe, &sequences)?;
+    let weights_read = weights.as_ref().map(FirstWeights::fingerprint).transpose()?;
     let mut setup = Setup::new(config, job.world.clone(), job.device.clone());
     setup.seed = recipe.seed;
     setup.read = json!({
         "model.config": model_config,
-        "model.path": weights.as_ref().map(FirstWeights::fingerprint).transpose()?,
+        "model.path": weights_read,
+        "adapter.path": first_adapter.as_ref().map(AdapterFiles::fingerprint).transpose()?,
         "data": data,
     });
     // The recipe says after how many bad steps a run ends.
@@ -154,6 +161,12 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         wandb.dir.get_or_insert_with(|| folder.wandb().display().to_string());
     }
     let source = weights.as_ref().map(|weights| weights as &dyn ParamSource);
+    // What is trained beside the model's weights begins with what was saved of it, or with what changes nothing.
+    let saved = first_adapter.as_ref().map(|adapter| adapter as &dyn ParamSource);
+    let with_adapters = source.filter(|_| model.adapters().is_some());
+    let beginning =
+        with_adapters.map(|own| Start::new(own, saved, recipe.seed, model.parameters().as_slice()));
+    let source = beginning.as_ref().map(|beginning| beginning as &dyn ParamSource).or(source);
     let spares_vectors = recipe.spares_vectors();
     let mut options = Options { source, spares_vectors, ..Default::default() };
     if sizes.ranks_of_a_sample() > 1 {
@@ -183,6 +196,8 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         );
     }
 
+    let adapter_state = adapter::config(&model, recipe.model.path.as_deref())
+        .map(|config| AdapterState { config, weights: weights_read.unwrap_or_default() });
     let health = Health::new(recipe.max_bad_steps, engine.config().precision, 0, Trail::default());
     let mut run = Run {
         order: Order::new(sequences.count(Split::Train), recipe.seed, admission, engine.config().data_seed),
@@ -198,6 +213,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         tokens: 0,
         health,
         checkpoint_times,
+        adapter: adapter_state,
     };
     // A schedule that follows a metric follows the validation loss, where there is one as training goes on.
     let validates = recipe.eval.every > 0 && run.sequences.count(Split::Validation) > 0;
@@ -361,7 +377,11 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         unsaved = unsaved.or(written.err().map(|error| format!("its trace is missing: {error}")));
     }
     if summary.ending != Ending::Left && !job.is_experiment {
-        match export(&run.engine, &run.model, &run.model_config, &folder.model()) {
+        let exported = match (&recipe.model.path, run.model.adapters()) {
+            (Some(base), Some(_)) => adapter::export(&run.engine, &run.model, base, &folder.model()),
+            _ => export(&run.engine, &run.model, &run.model_config, &folder.model()),
+        };
+        match exported {
             // All ranks have failed together.
             Err(TrainError::Checkpoint(error)) if !matches!(error, CheckpointError::Comm(_)) => {
                 let kept = summary.checkpoint.as_ref().map_or(String::new(), |path| {
@@ -471,6 +491,10 @@ fn flops_per_token(model: &Decoder, sequence: u64) -> f64 {
         FeedForward::Plain { .. } | FeedForward::Gated { .. } | FeedForward::GatedPacked { .. } => 0.0,
     };
     let multiplied = multiplied - idle;
+    // A weight that is not trained gets no gradient, which is one of the three products.
+    let frozen =
+        model.parameters().as_slice().iter().filter(|param| !param.is_trainable() && !param.is_table());
+    let frozen = frozen.map(|param| param.whole_shape().numel() as f64).sum::<f64>().min(multiplied);
     let seen = sequence as f64 * model.attended_share(usize::try_from(sequence).unwrap_or(usize::MAX));
-    6.0 * multiplied + 12.0 * (config.layers * config.heads * config.head_dim) as f64 * seen
+    6.0 * multiplied - 2.0 * frozen + 12.0 * (config.layers * config.heads * config.head_dim) as f64 * seen
 }
