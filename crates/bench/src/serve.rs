@@ -186,7 +186,7 @@ fn client(args: &ServeBenchArgs, asked: &Asked, index: u32) -> Result<Seen, Stri
                 (seen.tokens, last) = (seen.tokens + 1, now);
             }
             Event::Trouble(trouble) => return Err(format!("a request was not answered: {trouble}")),
-            Event::Finished { .. } | Event::Embedding { .. } => {}
+            Event::Finished { .. } | Event::Embedding { .. } | Event::Scored { .. } => {}
         }
     }
     Ok(seen)

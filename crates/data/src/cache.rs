@@ -2,7 +2,7 @@
 //! that.
 //!
 //! A cache of the name `tokens-KEY` is three files, of samples four: `.bin`, the tokens, `.ends`, where documents end in them, `.mask`, a byte
-//! for each token of samples that says whether it is learnt, and `.json`, what they were made from, how many they are and their checksum, which is written last and so vouches for the others. The key covers the texts' paths and content, the tokenizer and
+//! for each token of samples that says what it is to the objective, and `.json`, what they were made from, how many they are and their checksum, which is written last and so vouches for the others. The key covers the texts' paths and content, the tokenizer and
 //! the separator: when any of them changes, another file is made, and so when the files are not what was written. Ranks that start together
 //! find one builder: it holds a lock, which the system takes back if it dies. What it makes are new files that take their names when they
 //! are complete, so that nothing is written through a link; those that killed builders left are removed.
@@ -22,7 +22,7 @@ use crate::ends::{Ends, EndsWriter};
 use crate::error::{DataError, Result};
 use crate::new_file::{New, Summed};
 use crate::sampler::mix;
-use crate::samples::Counted;
+use crate::samples::{Counted, Mark};
 use crate::stamp::{FileStamp, stamps};
 use crate::token_file::{TokenFile, TokenType, read_at};
 
@@ -311,12 +311,18 @@ impl<'a> Writer<'a> {
             .map_err(DataError::io(self.path))
     }
 
-    /// One sample, which is a document.
+    /// One sample, which is a document and learnt.
     pub(crate) fn sample(&mut self, sample: &Sample) -> Result<()> {
+        self.marked(sample, Mark::Learnt)
+    }
+
+    /// One sample, which is a document; `mark` is what its learnt tokens are.
+    pub(crate) fn marked(&mut self, sample: &Sample, mark: Mark) -> Result<()> {
         self.write(&sample.tokens)?;
         self.ends.write(self.tokens)?;
         let Some((path, mask)) = &mut self.mask else { return Ok(()) };
-        let bytes: Vec<u8> = sample.trained.iter().map(|&trained| trained.into()).collect();
+        let marked = |&trained: &bool| if trained { mark as u8 } else { Mark::Shown as u8 };
+        let bytes: Vec<u8> = sample.trained.iter().map(marked).collect();
         mask.write_all(&bytes).map_err(DataError::io(path))
     }
 
@@ -442,11 +448,11 @@ impl TokenStream for CachedTokens {
         self.ends.within(start, count.min(self.len().saturating_sub(start))).map(Some)
     }
 
-    fn trained(&self, start: u64, count: usize) -> Result<Option<Vec<bool>>> {
+    fn marks(&self, start: u64, count: usize) -> Result<Option<Vec<u8>>> {
         let Some((path, file)) = &self.mask else { return Ok(None) };
         let mut bytes = vec![0; count];
         read_at(path, file, &mut bytes, start)?;
-        Ok(Some(bytes.into_iter().map(|byte| byte != 0).collect()))
+        Ok(Some(bytes))
     }
 
     fn counted(&self) -> Option<Counted> {

@@ -149,7 +149,8 @@ impl DataError {
         DataError::BadFile { path: path.to_path_buf(), why: why.into() }
     }
 
-    pub(crate) fn bad_place(path: &Path, place: impl Into<String>, why: impl Into<String>) -> DataError {
+    /// That of a place in a file.
+    pub fn bad_place(path: &Path, place: impl Into<String>, why: impl Into<String>) -> DataError {
         DataError::BadPlace { path: path.to_path_buf(), place: place.into(), why: why.into() }
     }
 }

@@ -36,8 +36,8 @@ impl Fingerprint {
             let block = &mut block[..count as usize];
             stream.read(place * BLOCK, block)?;
             block.iter().for_each(|token| sum.update(&token.to_le_bytes()));
-            let trained = stream.trained(place * BLOCK, block.len())?;
-            trained.into_iter().flatten().for_each(|trained| sum.update(&[trained.into()]));
+            let marks = stream.marks(place * BLOCK, block.len())?;
+            marks.into_iter().for_each(|marks| sum.update(&marks));
             compared += count;
         }
         Ok(Fingerprint { tokens, compared, checksum: sum.finalize() })

@@ -53,7 +53,7 @@ pub use error::{DataError, Result};
 pub use ferrospeed_text::{Codec, FileTokenizer};
 pub use fingerprint::Fingerprint;
 pub use sampler::{Position, Sampler};
-pub use samples::{Counted, Rendering, SampleKind, TooLong};
+pub use samples::{Counted, Layout, Mark, Record, Rendering, SampleKind, TooLong, each_record};
 pub use sequences::{Sequences, Split, counts};
 pub use source::{SampleFiles, Source};
 pub use synthetic::Synthetic;
@@ -84,8 +84,8 @@ pub trait TokenStream: Send + Sync {
         Ok(None)
     }
 
-    /// Of `count` tokens from `start` on, which are learnt; `None` where all are.
-    fn trained(&self, _start: u64, _count: usize) -> Result<Option<Vec<bool>>> {
+    /// Of `count` tokens from `start` on, what each is to the objective, as [`Mark`] numbers it; `None` where all are learnt.
+    fn marks(&self, _start: u64, _count: usize) -> Result<Option<Vec<u8>>> {
         Ok(None)
     }
 

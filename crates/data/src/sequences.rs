@@ -9,7 +9,7 @@ use std::sync::Arc;
 use crate::TokenStream;
 use crate::error::{DataError, Result};
 use crate::fingerprint::Fingerprint;
-use crate::samples::Counted;
+use crate::samples::{Counted, Mark};
 
 /// Which part of the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -207,8 +207,15 @@ impl Sequences {
 
     /// Of the first `count` tokens of a sequence, which are learnt; `None` where all are.
     pub fn trained(&self, split: Split, index: u64, count: usize) -> Result<Option<Vec<bool>>> {
+        let marks = self.marks(split, index, count)?;
+        Ok(marks.map(|marks| marks.into_iter().map(|mark| mark != Mark::Shown as u8).collect()))
+    }
+
+    /// Of the first `count` tokens of a sequence, what each is to the objective, as [`Mark`] numbers it; `None` where all are
+    /// learnt.
+    pub fn marks(&self, split: Split, index: u64, count: usize) -> Result<Option<Vec<u8>>> {
         let (stream, start) = self.find(split, index);
-        stream.trained(start, count)
+        stream.marks(start, count)
     }
 
     /// What became of the samples of each part of the data, where it is samples.

@@ -12,7 +12,7 @@ use crate::documents::{Cut, Documents, JsonLinesTexts, ParquetTexts, TextFiles};
 use crate::error::{DataError, Result};
 use crate::files;
 use crate::megatron;
-use crate::samples::{self, Counted, Rendering, SampleKind, TooLong};
+use crate::samples::{self, Counted, Layout, Marked, Record, Rendering, SampleKind, TooLong};
 use crate::synthetic::Synthetic;
 use crate::token_file::{Joined, TokenFile, TokenType};
 
@@ -74,10 +74,12 @@ pub struct SampleFiles {
     pub kind: Option<SampleKind>,
     /// How they become tokens.
     pub rendering: Arc<Rendering>,
-    /// Tokens of a sequence.
+    /// Tokens of a sequence; of one that holds two samples, of both together.
     pub length: u64,
     /// What becomes of those that are longer.
     pub too_long: TooLong,
+    /// How they lie in sequences.
+    pub layout: Layout,
 }
 
 impl SampleFiles {
@@ -85,8 +87,30 @@ impl SampleFiles {
     pub fn kind(&self) -> Result<SampleKind> {
         match self.kind {
             Some(kind) => Ok(kind),
-            None => samples::kind_of(&self.files()?),
+            None => samples::kind_of(&self.files()?, self.layout),
         }
+    }
+
+    /// Hands out all samples as the model sees them, before they are cut or laid together, with their records. Of a pair it is the
+    /// preferred answer that comes first.
+    pub fn each(
+        &self,
+        codec: &Codec,
+        take: &mut dyn FnMut(&Record<'_>, Vec<Sample>) -> Result<()>,
+    ) -> Result<()> {
+        let kind = self.kind()?;
+        samples::each_record(&self.files()?, &mut |record| {
+            let bad = |why: String| DataError::bad_place(record.path, record.place(), why);
+            let samples = match kind.layout() {
+                Layout::Pairs => self.rendering.pair(&record.value, codec).map(Vec::from),
+                Layout::Packed | Layout::Judged => {
+                    self.rendering.sample(kind, &record.value, codec).map(|sample| vec![sample])
+                }
+            };
+            let samples = samples.map_err(bad)?;
+            take(&record, samples)?;
+            Ok(ControlFlow::Continue(()))
+        })
     }
 
     /// The files that are meant.
@@ -98,6 +122,7 @@ impl SampleFiles {
     fn open(&self, codec: &Codec, cache: &Path, tell: Tell<'_>) -> Result<Arc<dyn TokenStream>> {
         let (files, kind) = (self.files()?, self.kind()?);
         let (length, too_long) = (self.length, self.too_long);
+        self.expect(kind)?;
         let what = format!("samples:{kind}:{length}:{}:{}", too_long.name(), self.rendering.key());
         let recipe = cache::Recipe::new(what, &files, codec)?;
         let mut fill = |writer: &mut cache::Writer<'_>, recipe: &cache::Recipe, tell: Tell<'_>| {
@@ -115,46 +140,131 @@ impl SampleFiles {
         recipe: &cache::Recipe,
         tell: Tell<'_>,
     ) -> Result<()> {
-        let mut packer = samples::Packer::new(self.length, self.too_long, codec.end_token().unwrap_or(0));
+        let filling = codec.end_token().unwrap_or(0);
         let total_bytes = recipe.total_bytes();
-        self.each(files, kind, codec, &mut |sample| {
-            packer.add(sample, &mut |samples| samples.iter().try_for_each(|sample| writer.sample(sample)))?;
-            // How far it is within a file that may be compressed is not known.
-            let far = Preparing { bytes: 0, total_bytes, tokens: writer.tokens };
-            if packer.counted.samples.is_multiple_of(TELL_EVERY) && tell(far).is_break() {
-                return Err(DataError::Stopped);
+        let mut read = 0u64;
+        // How far it is within a file that may be compressed is not known.
+        let mut go_on = |tokens: u64| {
+            read += 1;
+            let is_told = read.is_multiple_of(TELL_EVERY);
+            match is_told && tell(Preparing { bytes: 0, total_bytes, tokens }).is_break() {
+                true => Err(DataError::Stopped),
+                false => Ok(()),
             }
-            Ok(())
-        })?;
-        let counted =
-            packer.finish(&mut |samples| samples.iter().try_for_each(|sample| writer.sample(sample)))?;
+        };
+        let counted = match self.layout {
+            Layout::Packed => {
+                let mut packer = samples::Packer::new(self.length, self.too_long, filling);
+                self.each(codec, &mut |_, samples| {
+                    for sample in samples {
+                        packer
+                            .add(sample, &mut |samples| samples.iter().try_for_each(|s| writer.sample(s)))?;
+                    }
+                    go_on(writer.tokens)
+                })?;
+                packer.finish(&mut |samples| samples.iter().try_for_each(|sample| writer.sample(sample)))?
+            }
+            Layout::Pairs | Layout::Judged => {
+                let mut rows = samples::Rows::new(&self.rendering, codec, kind, self.length, self.too_long);
+                samples::each_record(files, &mut |record| {
+                    if let Some(row) = rows.add(&record)? {
+                        self.lay(&mut rows, row, filling, writer)?;
+                    }
+                    go_on(writer.tokens)?;
+                    Ok(ControlFlow::Continue(()))
+                })?;
+                if let Some(row) = rows.last()? {
+                    self.lay(&mut rows, row, filling, writer)?;
+                }
+                rows.counted
+            }
+        };
         writer.counted(counted);
         Ok(())
     }
 
-    /// Hands out all samples as the model sees them, before they are cut or laid together.
-    fn each(
+    /// Writes a row of two samples and what fills it.
+    fn lay(
         &self,
-        files: &[PathBuf],
-        kind: SampleKind,
-        codec: &Codec,
-        take: &mut dyn FnMut(Sample) -> Result<()>,
+        rows: &mut samples::Rows<'_>,
+        row: [Marked; 2],
+        filling: u32,
+        writer: &mut cache::Writer<'_>,
     ) -> Result<()> {
-        samples::each_record(files, &mut |record| {
-            let sample = self.rendering.sample(kind, &record.value, codec);
-            take(sample.map_err(|why| DataError::bad_place(record.path, record.place(), why))?)?;
-            Ok(ControlFlow::Continue(()))
-        })
+        let Some(row) = rows.fitted(row) else { return Ok(()) };
+        let mut left = self.length as usize;
+        for Marked { sample, mark } in &row {
+            writer.marked(sample, *mark)?;
+            left -= sample.tokens.len();
+        }
+        if left > 0 {
+            writer.sample(&Sample { tokens: vec![filling; left], trained: vec![false; left] })?;
+        }
+        Ok(())
+    }
+
+    /// Refuses samples that lie in sequences otherwise than what is learnt of them wants.
+    fn expect(&self, kind: SampleKind) -> Result<()> {
+        let why = match (self.layout, kind.layout()) {
+            (wanted, found) if wanted == found => return Ok(()),
+            (Layout::Packed, Layout::Pairs) => {
+                "holds pairs of answers (kind 'preference'), and the recipe names no objective that learns from them; write objective = \"dpo\" (or \"orpo\"), or give samples to imitate"
+            }
+            (Layout::Packed, _) => {
+                "holds answers that are wanted or not (kind 'unpaired'), and the recipe names no objective that learns from them; write objective = \"kto\", or data.kind = \"completion\" to imitate all of them"
+            }
+            (Layout::Pairs, _) => {
+                return Err(
+                    self.other(kind, "pairs: records with 'chosen' and 'rejected', and maybe 'prompt'")
+                );
+            }
+            (Layout::Judged, _) => {
+                return Err(self.other(kind, "answers with a verdict: records with 'prompt', 'completion' and 'label', which is true or false"));
+            }
+        };
+        Err(DataError::bad_file(&self.first_file(), why))
+    }
+
+    fn other(&self, kind: SampleKind, wanted: &str) -> DataError {
+        let why = format!(
+            "holds samples of the kind '{kind}', and the recipe's objective learns from {wanted}; give such, or take objective away"
+        );
+        DataError::bad_file(&self.first_file(), why)
+    }
+
+    fn first_file(&self) -> PathBuf {
+        self.files().ok().and_then(|files| files.into_iter().next()).unwrap_or_default()
     }
 
     /// All samples, for whoever wants to look at them, and what would become of them.
     pub fn inspect(&self, codec: &Codec, look: &mut dyn FnMut(&Sample)) -> Result<Counted> {
-        let mut packer = samples::Packer::new(self.length, self.too_long, 0);
-        self.each(&self.files()?, self.kind()?, codec, &mut |sample| {
-            look(&sample);
-            packer.add(sample, &mut |_| Ok(()))
+        let kind = self.kind()?;
+        self.expect(kind)?;
+        if self.layout == Layout::Packed {
+            let mut packer = samples::Packer::new(self.length, self.too_long, 0);
+            self.each(codec, &mut |_, samples| {
+                samples.into_iter().try_for_each(|sample| {
+                    look(&sample);
+                    packer.add(sample, &mut |_| Ok(()))
+                })
+            })?;
+            return packer.finish(&mut |_| Ok(()));
+        }
+        let mut rows = samples::Rows::new(&self.rendering, codec, kind, self.length, self.too_long);
+        let mut row = |rows: &mut samples::Rows<'_>, row: Option<[Marked; 2]>| {
+            if let Some(row) = row {
+                row.iter().for_each(|marked| look(&marked.sample));
+                rows.fitted(row);
+            }
+        };
+        samples::each_record(&self.files()?, &mut |record| {
+            let found = rows.add(&record)?;
+            row(&mut rows, found);
+            Ok(ControlFlow::Continue(()))
         })?;
-        packer.finish(&mut |_| Ok(()))
+        let last = rows.last()?;
+        row(&mut rows, last);
+        Ok(rows.counted)
     }
 }
 

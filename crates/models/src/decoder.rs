@@ -6,6 +6,7 @@
 mod block;
 mod checkpoint_times;
 mod config;
+mod judged;
 mod labels;
 mod mlp_chunks;
 mod page_steps;
@@ -40,6 +41,7 @@ pub use checkpoint_times::{CheckpointTime, CheckpointTimes};
 pub use config::{
     Declared, DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual, dtype_of_name, name_of_dtype,
 };
+pub use judged::Verdict;
 pub use mlp_chunks::MlpChunks;
 pub use page_steps::{NextTokens, PageSteps};
 pub use places::alibi_slopes;
@@ -400,6 +402,17 @@ impl Decoder {
             Some(weight) => ops::affine(&loss, weight, 0.0)?,
             None => loss,
         };
+        self.with_balance(loss, routers, tokens, labels)
+    }
+
+    /// A loss, and in a mixture that of the balance of its experts.
+    fn with_balance(
+        &self,
+        loss: Tensor,
+        routers: &RouterLogits,
+        tokens: &Tokens,
+        labels: &Tensor,
+    ) -> Result<Tensor> {
         match &self.config.feed_forward {
             FeedForward::Mixture(mixture) if mixture.balance_loss > 0.0 => {
                 let balance = match self.shared(labels)? {

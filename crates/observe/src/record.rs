@@ -61,6 +61,9 @@ pub struct StepRecord {
     /// Where it was asked for: the norm of the averaged gradient of each layer, before clipping.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layer_norms: Vec<(String, f64)>,
+    /// What the objective says besides the loss, such as rewards of answers, over all ranks.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub measures: BTreeMap<String, f64>,
 }
 
 impl StepRecord {
@@ -84,7 +87,7 @@ pub struct RankTimes {
 }
 
 /// What a validation found.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct EvalRecord {
     /// After which step.
     pub step: u64,
@@ -93,6 +96,9 @@ pub struct EvalRecord {
     pub loss: f32,
     /// Over how many tokens.
     pub tokens: u64,
+    /// What the objective says besides the loss.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub measures: BTreeMap<String, f64>,
 }
 
 pub(crate) fn null_as_nan<'de, D, F>(deserializer: D) -> Result<F, D::Error>
@@ -129,6 +135,7 @@ mod tests {
             ranks: Vec::new(),
             rank_memory_bytes: Vec::new(),
             layer_norms: Vec::new(),
+            measures: BTreeMap::new(),
         };
         let read: StepRecord = serde_json::from_str(&serde_json::to_string(&record).unwrap()).unwrap();
         assert!(
@@ -140,7 +147,13 @@ mod tests {
 
     #[test]
     fn a_diverged_loss_survives_the_log() {
-        let text = serde_json::to_string(&EvalRecord { step: 1, loss: f32::INFINITY, tokens: 2 }).unwrap();
+        let text = serde_json::to_string(&EvalRecord {
+            step: 1,
+            loss: f32::INFINITY,
+            tokens: 2,
+            ..EvalRecord::default()
+        })
+        .unwrap();
         assert_eq!(text, r#"{"step":1,"loss":null,"tokens":2}"#);
         let read: EvalRecord = serde_json::from_str(&text).unwrap();
         assert!(read.loss.is_nan());

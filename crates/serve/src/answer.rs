@@ -17,13 +17,25 @@ use crate::sampling::{Choice, SamplingOptions, choose};
 #[derive(Debug)]
 pub(crate) struct Answer {
     index: usize,
-    /// `None`: the hidden state is wanted.
-    writing: Option<Writing>,
+    task: Task,
     prompt_tokens: usize,
     events: Events,
     deadline: Instant,
     arrived: Instant,
     last_token: Option<Instant>,
+}
+
+/// What is wanted.
+#[derive(Debug)]
+enum Task {
+    Write(Box<Writing>),
+    Embed,
+    Score {
+        from: usize,
+        alternatives: usize,
+        /// Of the tokens from `from` on, as far as they are known.
+        told: Vec<Likelihoods>,
+    },
 }
 
 #[derive(Debug)]
@@ -48,20 +60,23 @@ pub(crate) struct Chosen {
 
 impl Answer {
     pub(crate) fn new(request: &Request, index: usize, events: Events, arrived: Instant) -> Answer {
-        let writing = match &request.work {
-            Work::Generate { answers, stops, stop_tokens, .. } => Some(Writing {
+        let task = match &request.work {
+            Work::Generate { answers, stops, stop_tokens, .. } => Task::Write(Box::new(Writing {
                 sampling: answers[index].clone(),
                 stop_tokens: stop_tokens.as_slice().into(),
                 detokenizer: Detokenizer::after(&request.prompt),
                 stops: StopStrings::new(stops.clone()),
                 paired: Paired::default(),
-            }),
-            Work::Embed => None,
+            })),
+            Work::Embed => Task::Embed,
+            &Work::Score { from, alternatives } => {
+                Task::Score { from: from.max(1), alternatives, told: Vec::new() }
+            }
         };
         let (prompt_tokens, deadline) = (request.prompt.len(), request.deadline);
         Answer {
             index: request.first_answer + index,
-            writing,
+            task,
             prompt_tokens,
             events,
             deadline,
@@ -72,16 +87,37 @@ impl Answer {
 
     /// What it wants of a pass.
     pub(crate) fn wish(&self) -> Wish {
-        match &self.writing {
-            None => Wish::Hidden,
-            Some(writing) if writing.sampling.takes_the_likeliest() => Wish::Likeliest,
-            Some(_) => Wish::Logits,
+        match &self.task {
+            Task::Embed => Wish::Hidden,
+            &Task::Score { from, alternatives, .. } => Wish::Known { from, alternatives },
+            Task::Write(writing) if writing.sampling.takes_the_likeliest() => Wish::Likeliest,
+            Task::Write(_) => Wish::Logits,
         }
     }
 
     /// Whether its next tokens may be guessed.
     pub(crate) fn may_guess(&self) -> bool {
-        self.writing.as_ref().is_some_and(|writing| writing.sampling.speculate)
+        matches!(&self.task, Task::Write(writing) if writing.sampling.speculate)
+    }
+
+    /// Takes how likely known tokens are, of which the first is predicted by `row` of the text. A text that had to be computed again
+    /// is told again from its beginning.
+    pub(crate) fn learn(&mut self, row: usize, known: Vec<Likelihoods>) -> Result<(), String> {
+        let Task::Score { from, told, .. } = &mut self.task else { return Ok(()) };
+        if known.iter().any(|(own, _)| own.logprob.is_nan()) {
+            return Err("the model's logits are no numbers".into());
+        }
+        told.truncate((row + 1).saturating_sub(*from));
+        told.extend(known);
+        Ok(())
+    }
+
+    /// Gives out how likely the text is.
+    pub(crate) fn score(&mut self) {
+        if let Task::Score { told, .. } = &mut self.task {
+            let tokens = std::mem::take(told);
+            self.tell(Event::Scored { answer: self.index, tokens });
+        }
     }
 
     /// Gives out the hidden state that was asked for.
@@ -111,7 +147,9 @@ impl Answer {
         metrics: &Metrics,
     ) -> Result<Chosen, String> {
         let (prompt, answer) = tokens.split_at(self.prompt_tokens);
-        let writing = self.writing.as_ref().ok_or("an embedding has no tokens to choose")?;
+        let Task::Write(writing) = &self.task else {
+            return Err("only an answer has tokens to choose".into());
+        };
         let choice = match next {
             Said::Likeliest(token) => Choice { token: *token, logprobs: None },
             Said::Logits(logits) => choose(logits, &writing.sampling, prompt, answer)
@@ -131,7 +169,7 @@ impl Answer {
 
     /// Makes text of a token and tells the client. Returns whether the answer is complete.
     pub(crate) fn write(&mut self, chosen: Chosen, codec: &Codec) -> Result<bool, String> {
-        let Some(writing) = &mut self.writing else { return Ok(true) };
+        let Task::Write(writing) = &mut self.task else { return Ok(true) };
         let Chosen { token, finish, logprobs, tokens } = chosen;
         let answer = self.index;
         let (mut text, mut stopped) = (String::new(), false);

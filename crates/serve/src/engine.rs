@@ -17,6 +17,7 @@ use crate::core::schedule::{Limits, Refusal, Scheduler, SequenceId, Share};
 use crate::draft::Draft;
 use crate::metrics::Metrics;
 use crate::model::ModelFacts;
+use crate::paired::Likelihoods;
 use crate::request::{Event, Events, Request, Trouble, Work};
 use crate::runner::{Runner, Said, Wish};
 use crate::speculate::Speculation;
@@ -284,9 +285,14 @@ impl Worker {
         let room = self.scheduler.limits().sequence_tokens.saturating_sub(prompt_tokens);
         let (count, new_tokens) = match &request.work {
             Work::Generate { answers, max_tokens, .. } => (answers.len(), max_tokens.unwrap_or(room).max(1)),
-            Work::Embed => (1, 0),
+            Work::Embed | Work::Score { .. } => (1, 0),
         };
-        match self.scheduler.submit(&request.prompt, new_tokens, count) {
+        // The row before the first token that is scored says how likely that is.
+        let own_from = match &request.work {
+            Work::Score { from, .. } => from.saturating_sub(1),
+            _ => usize::MAX,
+        };
+        match self.scheduler.submit_own(&request.prompt, new_tokens, count, own_from) {
             Ok(ids) => {
                 self.metrics.requests.fetch_add(1, Relaxed);
                 self.metrics.prompt_tokens.fetch_add(prompt_tokens as u64, Relaxed);
@@ -392,8 +398,13 @@ impl Worker {
         };
         self.metrics.passed(plan.iter().map(|share| share.count).sum(), begun.elapsed());
         let (mut next, mut hidden) = (result.next.into_iter(), result.hidden.into_iter());
+        let mut known = result.known.into_iter();
         for share in plan {
             self.scheduler.computed(share);
+            if let Wish::Known { from, .. } = wishes[&share.id] {
+                self.learn(share, share.first.max(from - 1), known.next().unwrap_or_default());
+                continue;
+            }
             if !share.chooses {
                 continue;
             }
@@ -414,6 +425,19 @@ impl Worker {
             }
         }
         self.settle(ended);
+    }
+
+    /// Takes what a share's rows from `row` on say of the tokens that follow them, and tells all where it was the last.
+    fn learn(&mut self, share: &Share, row: usize, known: Vec<Likelihoods>) {
+        let Some(answer) = self.answers.get_mut(&share.id) else { return };
+        if let Err(why) = answer.learn(row, known) {
+            return self.give_up(share.id, Trouble::Failed(why));
+        }
+        if share.chooses {
+            answer.score();
+            self.metrics.finished.fetch_add(1, Relaxed);
+            self.end(share.id);
+        }
     }
 
     /// Chooses the next token of an answer, and those behind it for as long as they are what was guessed. `rows` has what

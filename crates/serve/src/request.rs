@@ -36,6 +36,13 @@ pub enum Work {
     },
     /// The hidden state behind the last token.
     Embed,
+    /// How likely the model holds the prompt's own tokens.
+    Score {
+        /// The first token that is scored; at least 1, for nothing predicts token 0.
+        from: usize,
+        /// How many alternatives are told of each.
+        alternatives: usize,
+    },
 }
 
 /// Why an answer ended.
@@ -103,6 +110,13 @@ pub enum Event {
         answer: usize,
         /// The state.
         values: Vec<f32>,
+    },
+    /// How likely the prompt's tokens are.
+    Scored {
+        /// Of which request.
+        answer: usize,
+        /// Each of them from the first that was asked for, and the likeliest alternatives.
+        tokens: Vec<(Likelihood, Vec<Likelihood>)>,
     },
     /// Nothing more will come.
     Trouble(Trouble),

@@ -11,6 +11,8 @@ use ferrospeed_zero::{Pass as Reads, ZeroStore};
 use crate::core::pool::BLOCK_TOKENS;
 use crate::core::schedule::{Scheduler, Share};
 use crate::error::Result;
+use crate::known::Known;
+use crate::paired::Likelihoods;
 use crate::sampling::likeliest;
 use crate::together::{Lead, Pass};
 
@@ -38,6 +40,13 @@ pub enum Wish {
     Likeliest,
     /// The last hidden state.
     Hidden,
+    /// How likely the tokens from `from` on are, and as many `alternatives` to each.
+    Known {
+        /// The first of them.
+        from: usize,
+        /// How many.
+        alternatives: usize,
+    },
 }
 
 /// What a pass says of the tokens that may follow one.
@@ -56,7 +65,12 @@ pub struct PassResult {
     pub next: Vec<Said>,
     /// The last hidden state for every share that asked for that.
     pub hidden: Vec<Vec<f32>>,
+    /// For every share that asked for known tokens, those that its own rows predict.
+    pub known: Vec<Vec<Likelihoods>>,
 }
+
+/// Rows of logits that are held at a time.
+const LOGIT_ROWS: usize = 128;
 
 impl Runner {
     /// A cache of so many blocks for a model whose weights have their place.
@@ -93,7 +107,7 @@ impl Runner {
     pub fn accompany(&mut self) -> Result<()> {
         let blocks = vec![self.spare.unwrap_or(0)];
         let rows = PagedRows { sequences: vec![PagedSequence { first: 0, count: 1, blocks }] };
-        self.compute_here(&[0], &Arc::new(rows), &[0])?;
+        self.compute_here(&[0], &Arc::new(rows), &[0], &mut |_, _| Ok(()))?;
         Ok(())
     }
 
@@ -104,7 +118,7 @@ impl Runner {
         }
     }
 
-    /// Computes a plan. `wish` says of a share that chooses what it wants. `meanwhile` is called once, while a device computes.
+    /// Computes a plan. `wish` says of a share what it wants; of one that does not choose, only known tokens are given. `meanwhile` is called once, while a device computes.
     pub fn pass(
         &mut self,
         scheduler: &Scheduler,
@@ -115,48 +129,64 @@ impl Runner {
         let mut meanwhile = Some(meanwhile);
         let mut meanwhile = || meanwhile.take().into_iter().for_each(|work| work());
         let (mut rows, mut ids) = (PagedRows::default(), Vec::new());
-        let (mut of_logits, mut of_hidden) = (Vec::new(), Vec::new());
+        let (mut of_logits, mut of_hidden, mut known) = (Vec::new(), Vec::new(), Known::default());
         for share in shares {
             let Some(sequence) = scheduler.sequence(share.id) else { continue };
             ids.extend_from_slice(&sequence.tokens()[share.first..share.first + share.count - share.guessed]);
             ids.extend_from_slice(&sequence.guesses()[..share.guessed]);
             let blocks = sequence.blocks().iter().map(|block| block.0).collect();
             rows.sequences.push(PagedSequence { first: share.first, count: share.count, blocks });
-            if share.chooses {
-                let last = ids.len() as i64 - 1;
-                match wish(share) {
-                    Wish::Hidden => of_hidden.push(last - share.guessed as i64),
-                    Wish::Logits | Wish::Likeliest => of_logits.extend(last - share.guessed as i64..=last),
+            let last = ids.len() as i64 - 1;
+            match wish(share) {
+                Wish::Known { from, alternatives } => {
+                    known.add(share, sequence.tokens(), ids.len() - share.count, from, alternatives);
                 }
+                _ if !share.chooses => {}
+                Wish::Hidden => of_hidden.push(last - share.guessed as i64),
+                Wish::Logits | Wish::Likeliest => of_logits.extend(last - share.guessed as i64..=last),
             }
         }
         let rows = Arc::new(rows);
         if of_logits.len() == ids.len()
+            && known.rows.is_empty()
             && let Some(next) = self.step(&ids, &rows, shares, wish, &mut meanwhile)?
         {
-            return Ok(PassResult { next, hidden: Vec::new() });
+            return Ok(PassResult { next, ..PassResult::default() });
         }
-        let (hidden, logits) = self.compute(&Pass { ids, rows, of_logits })?;
-        meanwhile();
         let mut result = PassResult::default();
-        if let Some(logits) = logits {
-            result.next = lines(&logits)?.into_iter().map(Said::Logits).collect();
-        }
+        let choosing = of_logits.len();
+        of_logits.extend_from_slice(&known.rows);
+        let mut take = |first: usize, logits: &Tensor| {
+            let count = logits.shape().rows();
+            let split = choosing.saturating_sub(first).min(count);
+            if split > 0 {
+                let rows = ops::narrow(logits, 0, 0, split)?;
+                result.next.extend(lines(&rows)?.into_iter().map(Said::Logits));
+            }
+            match count - split {
+                0 => Ok(()),
+                rest => known.take((first + split) - choosing, &ops::narrow(logits, 0, split, rest)?),
+            }
+        };
+        let hidden = self.compute(&Pass { ids, rows, of_logits }, &mut take)?;
+        meanwhile();
+        result.known = known.given();
         if !of_hidden.is_empty() {
             result.hidden = lines(&self.rows(&hidden, &of_hidden)?)?;
         }
         Ok(result)
     }
 
-    /// Hidden states of all rows, and the logits that are wanted. Ranks that hold the model together compute it together.
-    pub(crate) fn compute(&mut self, pass: &Pass) -> Result<(Tensor, Option<Tensor>)> {
+    /// Hidden states of all rows; `take` is given the logits that are wanted, a few rows at a time, and the number of the first.
+    /// Ranks that hold the model together compute it together.
+    pub(crate) fn compute(&mut self, pass: &Pass, take: TakeLogits<'_>) -> Result<Tensor> {
         let Pass { ids, rows, of_logits } = pass;
         if let Some(lead) = &mut self.lead {
             // What the model refuses the others need not hear of.
             self.model.check_pages(ids, rows)?;
             lead.pass(pass)?;
         }
-        let computed = self.compute_here(ids, rows, of_logits);
+        let computed = self.compute_here(ids, rows, of_logits, take);
         if let (Err(_), Some(lead)) = (&computed, &mut self.lead) {
             lead.lose();
         }
@@ -168,18 +198,18 @@ impl Runner {
         ids: &[i64],
         rows: &Arc<PagedRows>,
         of_logits: &[i64],
-    ) -> Result<(Tensor, Option<Tensor>)> {
+        take: TakeLogits<'_>,
+    ) -> Result<Tensor> {
         self.begin();
         let hidden = self.hidden(ids, rows)?;
-        let last = [ids.len() as i64 - 1];
-        let wanted = match (of_logits, self.spare) {
-            ([], None) => return Ok((hidden, None)),
+        if of_logits.is_empty() && self.spare.is_some() {
             // Nobody asks, but other ranks wait for this one's part of the head.
-            ([], Some(_)) => &last,
-            (wanted, _) => wanted,
-        };
-        let logits = self.model.page_logits(&self.rows(&hidden, wanted)?)?;
-        Ok((hidden, (!of_logits.is_empty()).then_some(logits)))
+            self.model.page_logits(&self.rows(&hidden, &[ids.len() as i64 - 1])?)?;
+        }
+        for (index, wanted) in of_logits.chunks(LOGIT_ROWS).enumerate() {
+            take(index * LOGIT_ROWS, &self.model.page_logits(&self.rows(&hidden, wanted)?)?)?;
+        }
+        Ok(hidden)
     }
 
     /// Whether a device computes while this thread does something else.
@@ -238,8 +268,12 @@ impl Runner {
             return Ok(next.likeliest.iter().map(|(token, _)| *token).collect());
         }
         let pass = Pass { ids: ids.to_vec(), rows: Arc::clone(rows), of_logits: of.to_vec() };
-        let Some(logits) = self.compute(&pass)?.1 else { return Ok(Vec::new()) };
-        Ok(lines(&logits)?.iter().map(|row| likeliest(row) as i64).collect())
+        let mut found = Vec::with_capacity(of.len());
+        self.compute(&pass, &mut |_, logits| {
+            found.extend(lines(logits)?.iter().map(|row| likeliest(row) as i64));
+            Ok(())
+        })?;
+        Ok(found)
     }
 
     fn hidden(&mut self, ids: &[i64], rows: &Arc<PagedRows>) -> Result<Tensor> {
@@ -254,7 +288,10 @@ impl Runner {
     }
 }
 
-fn lines(tensor: &Tensor) -> Result<Vec<Vec<f32>>> {
+/// Who takes logits as they come.
+pub(crate) type TakeLogits<'a> = &'a mut dyn FnMut(usize, &Tensor) -> Result<()>;
+
+pub(crate) fn lines(tensor: &Tensor) -> Result<Vec<Vec<f32>>> {
     let width = tensor.shape().last().max(1);
     Ok(ops::cast(tensor, DType::F32)?.to_vec::<f32>()?.chunks(width).map(<[f32]>::to_vec).collect())
 }

@@ -211,13 +211,21 @@ fn draw(logits: &[f32], options: &SamplingOptions, place: u64) -> usize {
     likeliest(logits)
 }
 
+/// What JSON can say: no infinity.
+const LEAST_LOGPROB: f32 = -9999.0;
+
+/// A log probability that can be said; what is no number stays so.
+pub(crate) fn least_told(logprob: f32) -> f32 {
+    if logprob < LEAST_LOGPROB { LEAST_LOGPROB } else { logprob }
+}
+
 fn likelihoods(logits: &[f32], token: usize, count: usize) -> (Likelihood, Vec<Likelihood>) {
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let total: f64 = logits.iter().map(|&logit| f64::from(logit - largest).exp()).sum();
     let of = |id: usize| {
         let logprob = (f64::from(logits[id] - largest) - total.ln()) as f32;
-        // What JSON can say: no infinity.
-        Likelihood { token: id as i64, logprob: logprob.max(-9999.0) }
+        // One that is no number has nothing to say either.
+        Likelihood { token: id as i64, logprob: logprob.max(LEAST_LOGPROB) }
     };
     (of(token), most_likely(logits, count.min(MAX_TOP_LOGPROBS)).into_iter().map(of).collect())
 }

@@ -30,7 +30,7 @@ pub use conversation::Conversation;
 pub use error::{Result, TextError};
 pub use sample::Sample;
 pub use template::{ChatTemplate, Message};
-pub use turns::{TrainOn, trained_text};
+pub use turns::{TrainOn, asked_text, trained_text};
 
 #[cfg(test)]
 extern crate self as ferrospeed_text;

@@ -75,6 +75,11 @@ pub fn trained_text(
     Ok((whole.text, spans))
 }
 
+/// What a template writes of a conversation that asks for an answer.
+pub fn asked_text(template: &ChatTemplate, conversation: &Conversation) -> Result<String> {
+    Ok(write(template, conversation, conversation.messages().len(), true)?.text)
+}
+
 /// What the template marked, of the answers that may be learnt.
 fn marked(generated: &[Range<usize>], answers: &[(usize, bool)]) -> Result<Vec<Range<usize>>> {
     if answers.iter().all(|(_, learnt)| *learnt) {

@@ -42,7 +42,7 @@ impl Expected {
             config: &config,
             data_parallel_size: recipe.data_ranks().get().saturating_mul(sequence_ranks),
             sequence_ranks,
-            sequence_length: recipe.data.sequence,
+            sequence_length: recipe.row_tokens(),
             checkpoint_activations: recipe.model.activation_checkpointing,
             mlp_chunk: recipe.model.mlp_chunk,
             keeps_attention_matrix: false,

@@ -20,6 +20,7 @@ mod layer_reduction;
 mod measure;
 mod mesh;
 mod model;
+pub mod objective;
 mod peak;
 mod prepare;
 pub mod recipe;

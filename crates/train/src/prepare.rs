@@ -312,7 +312,7 @@ fn open(
     vocabulary: Option<u64>,
     tell: Tell<'_>,
 ) -> Result<Opened, DataError> {
-    let data = &recipe.data;
+    let (data, length) = (&recipe.data, recipe.row_tokens());
     let end_token = end_token(data, codec);
     let codec = codec.unwrap_or(&Codec::Bytes);
     let train = source.open(codec, cache, tell)?;
@@ -323,15 +323,13 @@ fn open(
         false => None,
     };
     let sequences = match (validation, &data.validation) {
-        (Some(validation), _) => {
-            Sequences::apart(train, validation.open(codec, cache, tell)?, data.sequence)?
-        }
+        (Some(validation), _) => Sequences::apart(train, validation.open(codec, cache, tell)?, length)?,
         // What is no share is told elsewhere.
         (None, ValidationRecipe::Share(share)) => {
             let share = Some(*share).filter(|share| (0.0..1.0).contains(share)).unwrap_or(0.0);
-            Sequences::split(train, data.sequence, share)?
+            Sequences::split(train, length, share)?
         }
-        (None, ValidationRecipe::Files(_)) => Sequences::split(train, data.sequence, 0.0)?,
+        (None, ValidationRecipe::Files(_)) => Sequences::split(train, length, 0.0)?,
     };
     let sequences = vocabulary.map_or(sequences.clone(), |vocabulary| sequences.within(vocabulary));
     let sequences = match data.documents_are_apart() {
@@ -387,8 +385,9 @@ impl DataRecipe {
                 paths,
                 kind: self.kind.as_deref().and_then(SampleKind::of_name),
                 rendering: Arc::new(self.rendering(recipe)?),
-                length: self.sequence,
+                length: recipe.row_tokens(),
                 too_long: self.too_long.as_deref().and_then(TooLong::of_name).unwrap_or_default(),
+                layout: recipe.objective().layout(),
             }));
         }
         if let Some(paths) = self.tokens.clone() {

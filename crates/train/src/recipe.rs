@@ -6,6 +6,7 @@
 //! ranks = 2                # default 1
 //! seed = 42
 //! trace = "trace.json"     # a timeline of all ranks; default: none
+//! objective = "dpo"        # learn which of two answers is preferred; default: next_token; a table [objective] has options
 //! gradient_norms_every = 10 # steps between those in which the norm of each layer's gradient is taken; default: never
 //!
 //! [model]
@@ -79,6 +80,7 @@
 //! rank starts. `docs/recipes.md` says more.
 
 mod adapter;
+mod objective;
 mod problems;
 mod schema;
 mod trainer;
@@ -99,6 +101,7 @@ use crate::error::{Result, TrainError};
 use crate::mesh::MeshSizes;
 
 pub use adapter::{AdapterRecipe, TargetsRecipe};
+pub use objective::ObjectiveRecipe;
 pub use trainer::trainer_defaults;
 pub use training::TrainingRecipe;
 
@@ -122,6 +125,9 @@ pub struct Recipe {
     /// The run has diverged, and ends, after this many steps in a row whose loss or gradient is not a number.
     #[serde(default = "default_max_bad_steps")]
     pub max_bad_steps: u64,
+    /// What is minimised; default: how unlikely each next token is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub objective: Option<ObjectiveRecipe>,
     /// What is trained.
     pub model: ModelRecipe,
     /// What is trained in place of its weights.
@@ -219,7 +225,8 @@ pub struct DataRecipe {
     /// Files of conversations, instructions, completions or texts, of which a part is learnt.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub samples: Option<Vec<PathBuf>>,
-    /// What `samples` hold: `messages`, `sharegpt`, `alpaca`, `completion` or `text`; default: told by the first one.
+    /// What `samples` hold: `messages`, `sharegpt`, `alpaca`, `completion`, `text`, `preference` or `unpaired`; default: told by
+    /// the first one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kind: Option<String>,
     /// How conversations of `samples` become text: a name or a file; default: the model's own.
@@ -424,6 +431,7 @@ impl Recipe {
                 }
             }
         }
+        schema::spell_out(&mut value);
         for assignment in single {
             let first = assignment.split(['.', '=']).next().unwrap_or_default();
             let (target, assignment) = match assignment.strip_prefix("ds_config.") {
@@ -443,6 +451,7 @@ impl Recipe {
             if let Err(error) = ferrospeed_config::set(target, assignment) {
                 misread.push(format!("--set {assignment}: {error}"));
             }
+            schema::spell_out(&mut value);
         }
         if let Some(table) = value.as_object_mut() {
             misread.extend(schema::check(table));

@@ -1,5 +1,7 @@
 //! The training loop of one rank.
 
+mod compare;
+mod reference;
 mod said;
 mod steps;
 
@@ -43,6 +45,7 @@ use crate::health::{Health, Trail};
 use crate::layer_reduction::FirstWeights;
 use crate::measure::measured;
 use crate::model::{BuiltModel, slow_attention};
+use crate::objective::Objective;
 use crate::peak;
 use crate::prepare::{Prepared, copy_companions, prepare};
 use crate::recipe::Recipe;
@@ -50,6 +53,7 @@ use crate::records::{Records, go_back_in_curves};
 use crate::resume::Resume;
 use crate::routing;
 use crate::told::Changes;
+use reference::Reference;
 
 /// One rank's part of a run.
 pub struct Job<'a> {
@@ -85,6 +89,9 @@ struct Run<'a> {
     model: Arc<Decoder>,
     /// Its Hugging Face `config.json`.
     model_config: Value,
+    objective: Objective,
+    /// How likely the model held answers before it was trained, where the objective asks for that.
+    reference: Option<Reference>,
     sequences: Sequences,
     /// What rank 0 tells of them in checkpoints.
     data: Option<DataState>,
@@ -141,6 +148,10 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         "model.path": weights_read,
         "adapter.path": first_adapter.as_ref().map(AdapterFiles::fingerprint).transpose()?,
         "data": data,
+    });
+    let made_from = json!({
+        "read": setup.read, "seed": recipe.seed, "dtype": format!("{:?}", setup.config.precision.data_type()),
+        "rows": [sequences.count(Split::Train), sequences.count(Split::Validation)],
     });
     // The recipe says after how many bad steps a run ends.
     setup.max_skipped_in_a_row = u64::MAX;
@@ -203,6 +214,8 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         order: Order::new(sequences.count(Split::Train), recipe.seed, admission, engine.config().data_seed),
         flops_per_token: flops_per_token(&model, recipe.data.sequence),
         recipe,
+        objective: recipe.objective(),
+        reference: None,
         engine,
         model: Arc::new(model),
         model_config,
@@ -218,6 +231,12 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     // A schedule that follows a metric follows the validation loss, where there is one as training goes on.
     let validates = recipe.eval.every > 0 && run.sequences.count(Split::Validation) > 0;
     run.engine.follow_training_loss(!validates);
+    if run.objective.has_reference() {
+        // The weights are those that the run starts from, whatever a checkpoint has made of them.
+        let cache = recipe.data.cache.clone().unwrap_or_else(|| folder.data());
+        let reference = run.find_reference(&cache, &made_from)?;
+        run.reference = Some(reference);
+    }
     let mut checkpoints = Checkpoints::new(recipe, folder, job.fresh_optimizer);
     let resumed = run.resume(&checkpoints, &job.resume, folder, progress)?;
     let done = resumed.as_ref().map(|resumed| resumed.step);

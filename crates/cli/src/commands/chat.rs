@@ -133,7 +133,7 @@ fn answer(args: &ChatArgs, engine: &Engine, talk: &[Message]) -> Result<String, 
                 write_out(&text);
                 whole += &text;
             }
-            Event::Embedding { .. } => {}
+            Event::Embedding { .. } | Event::Scored { .. } => {}
             Event::Trouble(trouble) => {
                 write_out("\n");
                 return Err(trouble.to_string());

@@ -9,7 +9,7 @@ use ferrospeed_command::{Failure, terminal};
 use ferrospeed_models::ModelError;
 use ferrospeed_models::adapter::{stored_name, write_into};
 use ferrospeed_models::directory::{
-    GENERATION_FILES, NewDirectory, TOKENIZER_FILES, copy_files, set_dtype, write_config,
+    DEFAULT_SHARD_BYTES, GENERATION_FILES, NewDirectory, TOKENIZER_FILES, copy_files, set_dtype, write_config,
 };
 use ferrospeed_models::weights::{TensorToWrite, write_directory, write_file};
 use ferrospeed_nn::adapter::part_of;
@@ -202,13 +202,28 @@ pub(super) fn export_hf(
         let why = "is already there, and its files would stay beside the new ones; name a new directory";
         return Err(Failure::Usage(format!("{} {why}", output.display())));
     }
+    let kind = write_new(which, output, dtype, max_shard_bytes)?;
+    let why = if dtype.is_some() { "" } else { " (--dtype f32, bf16 or f16 writes another type)" };
+    terminal::print_output(&format!("{}: weights in {kind:?}{why}\n", output.display()))
+}
+
+/// The same to where nothing is, without a word.
+pub(super) fn export_quietly(which: &Which, output: &Path) -> Result<(), Failure> {
+    write_new(which, output, None, DEFAULT_SHARD_BYTES).map(drop)
+}
+
+fn write_new(
+    which: &Which,
+    output: &Path,
+    dtype: Option<WeightType>,
+    max_shard_bytes: usize,
+) -> Result<Dtype, Failure> {
     let failed = |error: ModelError| Failure::Run(error.to_string());
     let weights = Weights::open(which, false, Unknown::Refuse)?;
     let new = NewDirectory::create(output).map_err(failed)?;
     let kind = write_model(&weights, new.path(), dtype, max_shard_bytes)?;
     new.finish().map_err(failed)?;
-    let why = if dtype.is_some() { "" } else { " (--dtype f32, bf16 or f16 writes another type)" };
-    terminal::print_output(&format!("{}: weights in {kind:?}{why}\n", output.display()))
+    Ok(kind)
 }
 
 /// Writes adapters under the names that PEFT gives them.

@@ -14,6 +14,7 @@ mod data;
 mod data_inspect;
 mod doctor;
 mod estimate;
+mod eval;
 mod generate;
 mod launch;
 mod model;
@@ -67,6 +68,8 @@ enum Command {
     Watch(watch::WatchArgs),
     /// Continue a text with a trained model
     Generate(generate::GenerateArgs),
+    /// Measure what a model knows: losses, tasks, and one model against another
+    Eval(eval::EvalArgs),
     /// Answer OpenAI's requests with a model, over HTTP
     Serve(Box<serve::ServeArgs>),
     /// Talk with a model in the terminal
@@ -119,6 +122,7 @@ pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
         Command::Train(args) => train::run(&args),
         Command::Watch(args) => watch::run(&args),
         Command::Generate(args) => generate::run(&args),
+        Command::Eval(args) => eval::run(&args),
         Command::Serve(args) => serve::run(&args),
         Command::Chat(args) => chat::run(&args),
         Command::Model(args) => model_directory::run(&args),

@@ -41,7 +41,7 @@ pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice, ranks:
         config: &config,
         data_parallel_size: recipe.data_ranks().get() * mesh.sequence.get() as u64,
         sequence_ranks: mesh.sequence.get() as u64,
-        sequence_length: recipe.data.sequence,
+        sequence_length: recipe.row_tokens(),
         checkpoint_activations: recipe.model.activation_checkpointing,
         mlp_chunk: recipe.model.mlp_chunk,
         keeps_attention_matrix: false,

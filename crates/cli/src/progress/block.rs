@@ -330,6 +330,7 @@ mod tests {
             ranks: Vec::new(),
             rank_memory_bytes: Vec::new(),
             layer_norms: Vec::new(),
+            measures: Default::default(),
         }
     }
 
@@ -350,7 +351,7 @@ mod tests {
         for step in 1..=40 {
             block.step(&record(step, 5.0 - step as f32 * 0.1));
         }
-        block.eval(&EvalRecord { step: 40, loss: 1.25, tokens: 1 });
+        block.eval(&EvalRecord { step: 40, loss: 1.25, tokens: 1, ..EvalRecord::default() });
         block.warn("the disk\nis full");
         let expected = "\
 mine  step 40/100  ━━━━━━━━━━━━━━━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌   40 %  15 s left

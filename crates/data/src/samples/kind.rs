@@ -5,6 +5,8 @@ use std::fmt;
 use ferrospeed_text::Conversation;
 use serde_json::Value;
 
+use super::pair;
+
 /// How a record says what is to be learnt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SampleKind {
@@ -18,6 +20,22 @@ pub enum SampleKind {
     Completion,
     /// One `text`.
     Text,
+    /// `chosen` and `rejected`, maybe with the `prompt` that both answer.
+    Preference,
+    /// `prompt`, `completion` and a `label`: whether the completion is wanted.
+    Unpaired,
+}
+
+/// How records lie in sequences, which an objective decides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Layout {
+    /// As many samples as fit.
+    #[default]
+    Packed,
+    /// Two answers to one prompt.
+    Pairs,
+    /// An answer that is wanted or not, and another prompt's answer to the same prompt.
+    Judged,
 }
 
 /// What a record becomes before it is tokens.
@@ -27,11 +45,13 @@ pub(crate) enum Content {
     Text(String),
 }
 
-const KINDS: [SampleKind; 5] = [
+const KINDS: [SampleKind; 7] = [
     SampleKind::Messages,
     SampleKind::ShareGpt,
     SampleKind::Alpaca,
+    SampleKind::Unpaired,
     SampleKind::Completion,
+    SampleKind::Preference,
     SampleKind::Text,
 ];
 
@@ -49,6 +69,17 @@ impl SampleKind {
             SampleKind::Alpaca => "alpaca",
             SampleKind::Completion => "completion",
             SampleKind::Text => "text",
+            SampleKind::Preference => "preference",
+            SampleKind::Unpaired => "unpaired",
+        }
+    }
+
+    /// How records of this kind lie in sequences.
+    pub fn layout(self) -> Layout {
+        match self {
+            SampleKind::Preference => Layout::Pairs,
+            SampleKind::Unpaired => Layout::Judged,
+            _ => Layout::Packed,
         }
     }
 
@@ -60,12 +91,18 @@ impl SampleKind {
             SampleKind::Alpaca => "'instruction' and 'output', and maybe 'input'",
             SampleKind::Completion => "'prompt' and 'completion'",
             SampleKind::Text => "'text'",
+            SampleKind::Preference => "'chosen' and 'rejected', and maybe 'prompt'",
+            SampleKind::Unpaired => "'prompt', 'completion' and 'label', which is true or false",
         }
     }
 
-    /// The kind of a record, or why it is none.
-    pub(crate) fn of(record: &Value) -> Result<SampleKind, String> {
-        KINDS.into_iter().find(|kind| kind.fits(record)).ok_or_else(|| {
+    /// The kind of a record, or why it is none. One that could be compared is never imitated because it fits another kind too, but where
+    /// comparisons are wanted it is of the kind that allows them.
+    pub(crate) fn of(record: &Value, wanted: Layout) -> Result<SampleKind, String> {
+        let mut fitting = KINDS.into_iter().filter(|kind| kind.fits(record));
+        let is_wanted = |kind: &SampleKind| wanted != Layout::Packed && kind.layout() == wanted;
+        let first = fitting.clone().find(is_wanted).or_else(|| fitting.next());
+        first.ok_or_else(|| {
             let known: Vec<String> = KINDS.iter().map(|kind| format!("{} ({kind})", kind.fields())).collect();
             format!("is no sample that is known: it has {}; known are {}", keys(record), known.join("; "))
         })
@@ -79,28 +116,16 @@ impl SampleKind {
             SampleKind::Alpaca => has("instruction") && has("output"),
             SampleKind::Completion => has("prompt") && has("completion"),
             SampleKind::Text => record["text"].is_string(),
+            SampleKind::Preference => has("chosen") && has("rejected"),
+            SampleKind::Unpaired => has("prompt") && has("completion") && record["label"].is_boolean(),
         }
     }
 
-    /// What a record of this kind says.
+    /// What a record of this kind says, of those that are one sample each.
     pub(crate) fn read(self, record: &Value) -> Result<Content, String> {
         let told = |error: ferrospeed_text::TextError| error.to_string();
-        if !self.fits(record) {
-            let other = KINDS.into_iter().find(|kind| kind.fits(record)).map_or(String::new(), |other| {
-                format!(
-                    " ({other}); keep different kinds in files of different runs, or name one with data.kind"
-                )
-            });
-            return Err(format!(
-                "is not of the kind '{self}', as the first sample is: it has {}{other}",
-                keys(record)
-            ));
-        }
-        let text = |key: &str| match record.get(key) {
-            None | Some(Value::Null) => Ok(""),
-            Some(Value::String(text)) => Ok(text.as_str()),
-            Some(_) => Err(format!("its '{key}' is no text")),
-        };
+        self.expect(record)?;
+        let text = |key: &str| text(record, key);
         Ok(match self {
             SampleKind::Messages => {
                 let messages = messages(record).unwrap_or(&Value::Null);
@@ -116,11 +141,37 @@ impl SampleKind {
                 let [instruction, input, output] = [text("instruction")?, text("input")?, text("output")?];
                 Content::Conversation(Conversation::of_instruction(instruction, input, output).map_err(told)?)
             }
-            SampleKind::Completion => {
+            SampleKind::Completion | SampleKind::Unpaired => {
                 completion(&record["prompt"], &record["completion"], record.get("tools"))?
             }
             SampleKind::Text => Content::Text(text("text")?.to_owned()),
+            SampleKind::Preference => pair::of(record)?.0,
         })
+    }
+
+    /// Refuses a record of another kind.
+    pub(crate) fn expect(self, record: &Value) -> Result<(), String> {
+        if !self.fits(record) {
+            let other = KINDS.into_iter().find(|kind| kind.fits(record)).map_or(String::new(), |other| {
+                format!(
+                    " ({other}); keep different kinds in files of different runs, or name one with data.kind"
+                )
+            });
+            return Err(format!(
+                "is not of the kind '{self}', as the first sample is: it has {}{other}",
+                keys(record)
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// A text of a record; one that is not there is empty.
+fn text<'a>(record: &'a Value, key: &str) -> Result<&'a str, String> {
+    match record.get(key) {
+        None | Some(Value::Null) => Ok(""),
+        Some(Value::String(text)) => Ok(text.as_str()),
+        Some(_) => Err(format!("its '{key}' is no text")),
     }
 }
 
@@ -156,7 +207,11 @@ fn turns(record: &Value) -> Option<&Value> {
     })
 }
 
-fn completion(prompt: &Value, completion: &Value, tools: Option<&Value>) -> Result<Content, String> {
+pub(super) fn completion(
+    prompt: &Value,
+    completion: &Value,
+    tools: Option<&Value>,
+) -> Result<Content, String> {
     match (prompt, completion) {
         (Value::String(prompt), Value::String(completion)) => {
             Ok(Content::Completion { prompt: prompt.clone(), completion: completion.clone() })

@@ -17,16 +17,20 @@ use crate::error::{DataError, Result};
 pub(crate) const EXTENSIONS: [&str; 6] = ["jsonl", "ndjson", "json", "parquet", "gz", "zst"];
 
 /// A record and where it stands.
-pub(crate) struct Record<'a> {
-    pub(crate) path: &'a Path,
-    pub(crate) value: Value,
+#[derive(Debug)]
+pub struct Record<'a> {
+    /// The file.
+    pub path: &'a Path,
+    /// What it says.
+    pub value: Value,
     /// `line`, `sample` or `row`, and its number.
     what: &'static str,
     number: u64,
 }
 
 impl Record<'_> {
-    pub(crate) fn place(&self) -> String {
+    /// Which line, sample or row of the file it is.
+    pub fn place(&self) -> String {
         format!("{} {}", self.what, self.number)
     }
 }
@@ -35,7 +39,7 @@ impl Record<'_> {
 pub(crate) type Take<'a> = &'a mut dyn FnMut(Record<'_>) -> Result<ControlFlow<()>>;
 
 /// Hands out all records of some files, in order.
-pub(crate) fn each_record(files: &[PathBuf], take: Take<'_>) -> Result<()> {
+pub fn each_record(files: &[PathBuf], take: Take<'_>) -> Result<()> {
     for path in files {
         let flow = match path.extension().is_some_and(|extension| extension == "parquet") {
             true => rows(path, take)?,

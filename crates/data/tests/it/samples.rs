@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use ferrospeed_data::{
-    Codec, Rendering, SampleFiles, SampleKind, Sequences, Source, Split, TokenStream, TooLong, unheard,
+    Codec, Layout, Mark, Rendering, SampleFiles, SampleKind, Sequences, Source, Split, TokenStream, TooLong,
+    unheard,
 };
 use ferrospeed_text::{ChatTemplate, TrainOn};
 
@@ -14,7 +15,8 @@ const LENGTH: u64 = 64;
 fn files(paths: Vec<PathBuf>) -> SampleFiles {
     let template = Some(ChatTemplate::of_name("plain", None).unwrap());
     let rendering = Arc::new(Rendering { template, train_on: TrainOn::Assistant });
-    SampleFiles { paths, kind: None, rendering, length: LENGTH, too_long: TooLong::Drop }
+    let (kind, too_long, layout) = (None, TooLong::Drop, Layout::Packed);
+    SampleFiles { paths, kind, rendering, length: LENGTH, too_long, layout }
 }
 
 fn open(files: SampleFiles) -> Result<Arc<dyn TokenStream>, String> {
@@ -28,9 +30,9 @@ fn texts(stream: &dyn TokenStream) -> (String, String) {
     let count = stream.len() as usize;
     let mut tokens = vec![0; count];
     stream.read(0, &mut tokens).unwrap();
-    let trained = stream.trained(0, count).unwrap().unwrap();
+    let marks = stream.marks(0, count).unwrap().unwrap();
     let learnt: Vec<i64> =
-        tokens.iter().zip(trained).filter(|(_, trained)| *trained).map(|(t, _)| *t).collect();
+        tokens.iter().zip(marks).filter(|(_, mark)| *mark != Mark::Shown as u8).map(|(t, _)| *t).collect();
     (Codec::Bytes.decode(&tokens).unwrap(), Codec::Bytes.decode(&learnt).unwrap())
 }
 
@@ -146,4 +148,176 @@ fn masks_are_read_from_the_cache_again_and_sequences_know_them() {
     assert_eq!(trained.iter().filter(|&&trained| trained).count(), 2 * " Ho\n".len());
     let counted = sequences.counted()[0];
     assert_eq!((counted.samples, counted.tokens, counted.trained), (5, 115, 20));
+}
+
+/// The rows of a file of pairs or verdicts, each as the texts of its documents and what their learnt tokens are.
+fn rows(text: &str, layout: Layout) -> Result<Vec<Vec<(String, Vec<u8>)>>, String> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.jsonl");
+    std::fs::write(&path, text).unwrap();
+    let stream = open(SampleFiles { length: 2 * LENGTH, layout, ..files(vec![path]) })?;
+    let sequences = Sequences::split(stream, 2 * LENGTH, 0.0).unwrap().by_documents(None).unwrap();
+    let row = |index: u64| {
+        let mut tokens = vec![0; 2 * LENGTH as usize];
+        sequences.read(Split::Train, index, &mut tokens).unwrap();
+        let marks = sequences.marks(Split::Train, index, tokens.len()).unwrap().unwrap();
+        let borders = sequences.documents(Split::Train, index, &tokens).unwrap().unwrap();
+        let document = |ends: &[usize]| {
+            let of = ends[0]..ends[1];
+            let mut own = marks[of.clone()].to_vec();
+            own.dedup();
+            (Codec::Bytes.decode(&tokens[of]).unwrap(), own)
+        };
+        borders.windows(2).take(2).map(document).collect()
+    };
+    Ok((0..sequences.count(Split::Train)).map(row).collect())
+}
+
+#[test]
+fn pairs_of_every_form_lie_in_a_row_with_what_is_learnt_of_each() {
+    let messages = |text: &str, role: &str| format!(r#"{{"role": "{role}", "content": "{text}"}}"#);
+    let [q, a, b] = [messages("Q", "user"), messages("A", "assistant"), messages("B", "assistant")];
+    let talks = [
+        format!(r#"{{"prompt": [{q}], "chosen": [{a}], "rejected": [{b}]}}"#),
+        format!(r#"{{"prompt": "Q", "chosen": [{a}], "rejected": [{b}]}}"#),
+        format!(r#"{{"prompt": "Q", "chosen": [{q}, {a}], "rejected": [{q}, {b}]}}"#),
+        format!(r#"{{"chosen": [{q}, {a}], "rejected": [{q}, {b}]}}"#),
+    ];
+    let expected = |text: &str, mark: Mark| (text.to_owned(), vec![Mark::Shown as u8, mark as u8]);
+    for talk in talks {
+        let found = rows(&talk, Layout::Pairs).unwrap();
+        let [chosen, rejected] = ["user: Q\nassistant: A\n", "user: Q\nassistant: B\n"];
+        assert_eq!(found, [[expected(chosen, Mark::Learnt), expected(rejected, Mark::Rejected)]], "{talk}");
+    }
+    let texts = [
+        r#"{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}"#,
+        r#"{"chosen": "1 + 1 = 2", "rejected": "1 + 1 = 3"}"#,
+    ];
+    for text in texts {
+        let found = rows(text, Layout::Pairs).unwrap();
+        let [chosen, rejected] = ["1 + 1 = 2\n", "1 + 1 = 3\n"];
+        assert_eq!(found, [[expected(chosen, Mark::Learnt), expected(rejected, Mark::Rejected)]], "{text}");
+    }
+}
+
+#[test]
+fn an_answer_with_a_verdict_lies_beside_what_another_prompt_was_answered() {
+    let lines = [
+        r#"{"prompt": "a:", "completion": "1", "label": true}"#,
+        r#"{"prompt": "b:", "completion": "2", "label": false}"#,
+        r#"{"prompt": "c:", "completion": "3", "label": true}"#,
+    ];
+    let found = rows(&lines.join("\n"), Layout::Judged).unwrap();
+    let row = |own: &str, mark: Mark, strange: &str| {
+        let document = |text: &str, mark: Mark| (format!("{text}\n"), vec![Mark::Shown as u8, mark as u8]);
+        vec![document(own, mark), document(strange, Mark::Stranger)]
+    };
+    let expected = [
+        row("b:2", Mark::Rejected, "b:1"),
+        row("c:3", Mark::Learnt, "c:2"),
+        // The first is held against the last.
+        row("a:1", Mark::Learnt, "a:3"),
+    ];
+    assert_eq!(found, expected);
+    let error = rows(lines[0], Layout::Judged).unwrap_err();
+    assert!(error.contains("a.jsonl: line 1: is the only record"), "{error}");
+}
+
+#[test]
+fn preferences_that_say_nothing_clear_are_refused_with_their_place() {
+    let good = r#"{"prompt": "1", "chosen": "2", "rejected": "3"}"#;
+    let cases = [
+        (r#"{"prompt": "1", "chosen": "2"}"#, Layout::Pairs, "is not of the kind 'preference'"),
+        (
+            r#"{"prompt": "1", "chosen": "2", "rejected": null}"#,
+            Layout::Pairs,
+            "is not of the kind 'preference'",
+        ),
+        (
+            r#"{"prompt": "1", "chosen": "2", "rejected": 3}"#,
+            Layout::Pairs,
+            "neither both texts nor both lists",
+        ),
+        (
+            r#"{"prompt": "1", "chosen": ["2"], "rejected": ["3"]}"#,
+            Layout::Pairs,
+            "its 'chosen': message 2: is no object",
+        ),
+        (r#"{"prompt": 1, "chosen": "2", "rejected": "3"}"#, Layout::Pairs, "its 'prompt' is no text"),
+        (r#"{"prompt": ["1"], "chosen": "2", "rejected": "3"}"#, Layout::Pairs, "its 'prompt' is no text"),
+        (
+            r#"{"prompt": "1", "chosen": {}, "rejected": "3"}"#,
+            Layout::Pairs,
+            "neither both texts nor both lists",
+        ),
+        (
+            r#"{"prompt": "1", "chosen": [], "rejected": []}"#,
+            Layout::Pairs,
+            "has no message of the assistant",
+        ),
+        (
+            r#"{"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "b"}]}"#,
+            Layout::Pairs,
+            "what both answer is not known; give 'prompt'",
+        ),
+        (
+            r#"{"prompt": "other", "chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+          "rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}]}"#,
+            Layout::Pairs,
+            "its 'prompt' is not what the messages",
+        ),
+        (r#"{"prompt": "1", "chosen": "2", "rejected": "3""#, Layout::Pairs, "is no JSON object"),
+        (r#"["prompt"]"#, Layout::Pairs, "for it is no object"),
+        (
+            r#"{"prompt": "1", "completion": "2", "label": 1}"#,
+            Layout::Judged,
+            "is not of the kind 'unpaired'",
+        ),
+        (
+            r#"{"prompt": "1", "completion": "2", "label": "true"}"#,
+            Layout::Judged,
+            "is not of the kind 'unpaired'",
+        ),
+        (
+            r#"{"prompt": "1", "completion": "2", "label": null}"#,
+            Layout::Judged,
+            "is not of the kind 'unpaired'",
+        ),
+        (
+            r#"{"prompt": "1", "completion": ["2"], "label": true}"#,
+            Layout::Judged,
+            "neither both texts nor both lists",
+        ),
+        (
+            r#"{"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "a"}], "label": true}"#,
+            Layout::Judged,
+            "and the record before it",
+        ),
+    ];
+    for (bad, layout, why) in cases {
+        let good = match layout {
+            Layout::Judged => r#"{"prompt": "1", "completion": "2", "label": true}"#,
+            _ => good,
+        };
+        let bad = bad.replace('\n', " ");
+        let error = rows(&format!("{good}\n{bad}\n{good}"), layout).unwrap_err();
+        assert!(error.contains("a.jsonl: line 2: ") && error.contains(why), "{bad}: {error}");
+    }
+}
+
+#[test]
+fn samples_and_objective_that_do_not_fit_are_refused_with_what_to_write() {
+    let pair = r#"{"prompt": "1", "chosen": "2", "rejected": "3"}"#;
+    let judged = r#"{"prompt": "1", "completion": "2", "label": true}"#;
+    let plain = r#"{"prompt": "1", "completion": "2"}"#;
+    for (text, layout, why) in [
+        (pair, Layout::Packed, "write objective = \"dpo\""),
+        (judged, Layout::Packed, "write objective = \"kto\""),
+        (plain, Layout::Pairs, "learns from pairs: records with 'chosen' and 'rejected'"),
+        (plain, Layout::Judged, "'label', which is true or false"),
+        (pair, Layout::Judged, "'label', which is true or false"),
+    ] {
+        let error = rows(text, layout).unwrap_err();
+        assert!(error.contains("a.jsonl: ") && error.contains(why), "{error}");
+    }
 }

@@ -1,6 +1,6 @@
 //! Documents that share sequences: a model sees each as if it stood alone, in every family; and perceptrons in chunks.
 
-use ferrospeed_models::decoder::MlpChunks;
+use ferrospeed_models::decoder::{MlpChunks, Verdict};
 use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::Mode;
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
@@ -212,5 +212,63 @@ fn perceptrons_in_chunks_change_memory_and_no_result() {
             }
             assert!(less < peak, "{less} and {peak}");
         }
+    }
+}
+
+/// Some documents are to become likelier, others less likely; those that count for nothing have no label.
+#[test]
+fn a_judged_loss_has_the_gradient_of_what_was_said_of_each_label() {
+    let device = ferrospeed_cpu::with_threads(2);
+    for config in families() {
+        let what = &config["model_type"];
+        let model = decoder(&config);
+        let params = model.parameters().as_slice();
+        let store = PlainStore::attach(params, DType::F32, &device, &FromInitializers { seed: 1 }).unwrap();
+        let weight = |document: usize| [0.0, 0.7, -1.3, 0.25, 2.0, -0.5][document];
+        // Of each token, the document that it predicts a token of.
+        let mut of = vec![None; 2 * TOKENS];
+        let spans = BORDERS.iter().enumerate();
+        let spans = spans.flat_map(|(row, borders)| {
+            borders.windows(2).map(move |pair| (row * TOKENS + pair[0])..(row * TOKENS + pair[1]))
+        });
+        for (document, span) in spans.enumerate() {
+            (span.start..span.end - 1).for_each(|at| of[at] = Some(document));
+        }
+        let tokens = batch(&device);
+        let labels: Vec<i64> = (0..2 * TOKENS)
+            .map(|at| match at.checked_sub(1).and_then(|before| of[before]) {
+                Some(document) if weight(document) != 0.0 => id(at / TOKENS, at % TOKENS),
+                _ => -100,
+            })
+            .collect();
+        let labels = Tensor::from_slice(&labels, [2, TOKENS], &device).unwrap();
+        let judge = |logprobs: &[f32]| {
+            let slopes: Vec<f32> = of.iter().map(|document| document.map_or(0.0, |d| -weight(d))).collect();
+            let loss = logprobs.iter().zip(&slopes).map(|(logprob, slope)| logprob * slope).sum();
+            for (at, logprob) in logprobs.iter().enumerate() {
+                assert_eq!(*logprob != 0.0, of[at].is_some_and(|d| weight(d) != 0.0), "{what}: label {at}");
+            }
+            Verdict { loss, slopes }
+        };
+        let loss = model.judged_loss(&tokens, &labels, Mode::Train, judge).unwrap();
+        autograd::backward(&loss).unwrap();
+        let judged = gradients(&store.take_gradients());
+        let (mut value, mut summed) = (0.0, vec![Vec::new(); judged.len()]);
+        for (document, tokens) in documents(&device).iter().enumerate().filter(|(_, t)| t.ids.numel() > 1) {
+            let share = weight(document) * (tokens.ids.numel() as f32 - 1.0);
+            let loss = model.loss(tokens, &tokens.ids, Mode::Train).unwrap();
+            value += loss.item().unwrap() * share;
+            autograd::backward(&loss).unwrap();
+            for (sum, gradient) in summed.iter_mut().zip(gradients(&store.take_gradients())) {
+                sum.resize(gradient.len(), 0.0);
+                sum.iter_mut().zip(gradient).for_each(|(sum, value): (&mut f32, f32)| *sum += value * share);
+            }
+        }
+        assert_near(&format!("{what}: loss"), &[loss.item().unwrap()], &[value], 1e-4);
+        for (index, (judged, summed)) in judged.iter().zip(&summed).enumerate() {
+            assert_near(&format!("{what}: gradient {index}"), judged, summed, 5e-4);
+        }
+        let quiet = autograd::no_grad(|| model.judged_loss(&tokens, &labels, Mode::Evaluate, judge)).unwrap();
+        assert_near(&format!("{what}: unrecorded"), &[quiet.item().unwrap()], &[value], 1e-4);
     }
 }

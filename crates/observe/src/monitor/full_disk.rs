@@ -49,7 +49,12 @@ fn write_through_a_full_disk(disk: &Path) {
         ("csv", Box::new(|step| csv.write("Train/loss", 1.0 / step as f64, step).is_ok())),
         ("board", Box::new(|step| board.write("Train/loss", 1.0 / step as f64, step).is_ok())),
         ("wandb", Box::new(|step| wandb.write("Train/loss", 1.0 / step as f64, step).is_ok())),
-        ("log", Box::new(|step| log.write(&EvalRecord { step, loss: 0.5, tokens: 7 }).is_ok())),
+        (
+            "log",
+            Box::new(|step| {
+                log.write(&EvalRecord { step, loss: 0.5, tokens: 7, ..EvalRecord::default() }).is_ok()
+            }),
+        ),
     ];
     let mut step = 0;
     // Steps until every writer failed so often; gives up after so many that all of them must have.

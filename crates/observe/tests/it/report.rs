@@ -27,6 +27,7 @@ fn step(step: u64) -> StepRecord {
         ranks: Vec::new(),
         rank_memory_bytes: Vec::new(),
         layer_norms: Vec::new(),
+        measures: Default::default(),
     }
 }
 
@@ -70,7 +71,7 @@ fn count(page: &str, what: &str) -> usize {
 #[test]
 fn every_series_of_a_run_is_there() {
     let steps: Vec<StepRecord> = (1..=50).map(step).collect();
-    let evals = [25, 50].map(|step| EvalRecord { step, loss: 2.0, tokens: 100 });
+    let evals = [25, 50].map(|step| EvalRecord { step, loss: 2.0, tokens: 100, ..EvalRecord::default() });
     let page = page_of(&steps, &evals);
     assert_eq!(count(&page, "<svg "), 6);
     for name in
@@ -145,7 +146,7 @@ fn steps_of_any_number_are_drawn() {
 
 #[test]
 fn a_run_with_only_validations_is_drawn() {
-    let page = page_of(&[], &[EvalRecord { step: 0, loss: 4.0, tokens: 1 }]);
+    let page = page_of(&[], &[EvalRecord { loss: 4.0, tokens: 1, ..EvalRecord::default() }]);
     assert!(page.contains("<dt>Validation loss</dt><dd>4<"));
     assert_eq!(count(&page, "<svg "), 1);
 }
@@ -170,7 +171,7 @@ fn steps_that_are_no_numbers_or_were_skipped_are_marked() {
     steps[6].tokens_per_s = f64::NEG_INFINITY;
     steps[7].step_ms = f64::NAN;
     steps[8].lr = f64::MAX;
-    let page = page_of(&steps, &[EvalRecord { step: 9, loss: f32::NAN, tokens: 1 }]);
+    let page = page_of(&steps, &[EvalRecord { step: 9, loss: f32::NAN, tokens: 1, ..EvalRecord::default() }]);
     assert!(page.contains("<title>step 4: not a number</title>"));
     assert!(page.contains("<title>step 5: skipped</title>"));
     assert!(page.contains("Crosses at the upper edge") && page.contains("Marks at the lower edge"));

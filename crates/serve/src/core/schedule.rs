@@ -83,6 +83,8 @@ pub struct Sequence {
     /// Of its full blocks, as far as they are known.
     contents: Vec<ContentHash>,
     most_tokens: usize,
+    /// Tokens from this one on are computed for it, even where another sequence has computed them.
+    own_from: usize,
 }
 
 impl Sequence {
@@ -194,6 +196,17 @@ impl Scheduler {
         new_tokens: usize,
         count: usize,
     ) -> Result<Vec<SequenceId>, Refusal> {
+        self.submit_own(prompt, new_tokens, count, usize::MAX)
+    }
+
+    /// The same where tokens from `own_from` on are computed for each, whoever else has them: something is wanted of every one.
+    pub fn submit_own(
+        &mut self,
+        prompt: &[i64],
+        new_tokens: usize,
+        count: usize,
+        own_from: usize,
+    ) -> Result<Vec<SequenceId>, Refusal> {
         if prompt.is_empty() {
             return Err(Refusal::Empty);
         }
@@ -215,6 +228,7 @@ impl Scheduler {
                 blocks: Vec::new(),
                 contents: Vec::new(),
                 most_tokens,
+                own_from,
             };
             self.sequences.insert(id, sequence);
             self.waiting.insert(id);
@@ -318,7 +332,7 @@ impl Scheduler {
     fn admit(&mut self, id: SequenceId, room: usize) -> Option<usize> {
         let sequence = self.sequences.get_mut(&id)?;
         // At least one token is computed: nothing else says what comes next.
-        let sharable = (sequence.tokens.len() - 1) / BLOCK_TOKENS;
+        let sharable = (sequence.tokens.len() - 1).min(sequence.own_from) / BLOCK_TOKENS;
         let mut found = 0;
         let mut taken = 0;
         while found < sharable {

@@ -12,6 +12,7 @@ use super::fields::Fields;
 use super::parameters::{Parameters, tokens};
 use super::reply::{Head, Style, whole};
 use super::{App, stream};
+use crate::request::{Event, Finish};
 
 /// Prompts of one request.
 const MAX_PROMPTS: usize = 64;
@@ -30,8 +31,12 @@ async fn submit(app: &Arc<App>, mut fields: Fields) -> Result<Response, Fault> {
     let prompts = prompts(app, &mut fields, "prompt")?;
     let logprobs = fields.whole("logprobs", 0..=20)?.map(|count| count as usize);
     let echo = fields.flag("echo")?;
-    if echo && logprobs.is_some() {
-        return Err(Fault::field("echo", "is not supported together with logprobs"));
+    if echo && logprobs.is_some() && parameters.stream {
+        let why = "is told whole together with logprobs; leave out one of stream, echo and logprobs";
+        return Err(Fault::field("stream", why));
+    }
+    if parameters.writes_nothing() && !echo {
+        return Err(Fault::field("max_tokens", "must be 1 or more; 0 is for echo: true alone"));
     }
     fields.refuse("suffix", |suffix| suffix.as_str() == Some(""))?;
     fields.finish()?;
@@ -49,7 +54,19 @@ async fn submit(app: &Arc<App>, mut fields: Fields) -> Result<Response, Fault> {
                 .map_err(|error| Fault::field("prompt", error.to_string()))?;
             head.echo[first..first + parameters.answers].fill(text);
         }
-        app.engine.submit(parameters.request(app, prompt, first, logprobs), events.clone());
+        if let (true, Some(alternatives)) = (echo, logprobs) {
+            head.echoed.push((first, prompt.clone()));
+            app.engine.submit(Parameters::score(app, prompt.clone(), first, alternatives), events.clone());
+        }
+        if parameters.writes_nothing() {
+            for answer in first..first + parameters.answers {
+                let (text, finish) = (String::new(), Finish::Length);
+                // Whoever asked is here.
+                let _ = events.send(Event::Finished { answer, text, finish, tokens: 0 });
+            }
+        } else {
+            app.engine.submit(parameters.request(app, prompt, first, logprobs), events.clone());
+        }
     }
     drop(events);
     Ok(match parameters.stream {

@@ -42,8 +42,10 @@ impl Parameters {
             return Err(Fault::no_model(&asked, &facts.name));
         }
         let longest = facts.longest as i64;
-        let newer = fields.whole("max_completion_tokens", 1..=longest)?;
-        let older = fields.whole("max_tokens", 1..=longest)?;
+        // A text may be asked for as it is: with `echo`, and how likely it is.
+        let least = i64::from(default_tokens.is_none());
+        let newer = fields.whole("max_completion_tokens", least..=longest)?;
+        let older = fields.whole("max_tokens", least..=longest)?;
         if let (Some(newer), Some(older)) = (newer, older)
             && newer != older
         {
@@ -79,6 +81,17 @@ impl Parameters {
             stops: stops(fields)?,
             stop_tokens,
         })
+    }
+
+    /// Whether nothing is to be written.
+    pub(super) fn writes_nothing(&self) -> bool {
+        self.max_tokens == Some(0)
+    }
+
+    /// The request that asks how likely a prompt is, and for `alternatives` to each of its tokens.
+    pub(super) fn score(app: &App, prompt: Vec<i64>, first_answer: usize, alternatives: usize) -> Request {
+        let deadline = Instant::now() + app.options.request_time;
+        Request { prompt, work: Work::Score { from: 1, alternatives }, first_answer, deadline }
     }
 
     /// The request for one prompt; `logprobs` is how many alternatives are told.

@@ -1,11 +1,15 @@
 //! Answers in OpenAI's words, whole or in pieces, for both text endpoints.
 
+use std::collections::HashMap;
+
 use axum::response::{IntoResponse, Response};
+use ferrospeed_text::TextError;
 use serde_json::{Map, Value, json};
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::fault::Fault;
 use super::{App, now_s};
+use crate::detokenize::Detokenizer;
 use crate::request::{Event, Trouble};
 use crate::sampling::Likelihood;
 
@@ -44,6 +48,8 @@ pub(super) struct Head {
     pub(super) prompt_tokens: usize,
     /// Put before the text of every answer.
     pub(super) echo: Vec<String>,
+    /// Prompts whose tokens are told with how likely they are, each with the first of the answers to it.
+    pub(super) echoed: Vec<(usize, Vec<i64>)>,
     pub(super) logprobs: bool,
 }
 
@@ -57,6 +63,7 @@ impl Head {
             answers,
             prompt_tokens,
             echo: vec![String::new(); answers],
+            echoed: Vec::new(),
             logprobs,
         }
     }
@@ -87,7 +94,8 @@ impl Head {
         told: Option<(&Told, usize)>,
         finish: Option<&str>,
     ) -> Value {
-        let logprobs = told.map(|(told, offset)| self.logprobs(app, std::slice::from_ref(told), &[offset]));
+        let logprobs =
+            told.map(|(told, offset)| self.logprobs(app, &[(Some(told.clone()), told.0.token)], &[offset]));
         let choice = match self.style {
             Style::Chat => {
                 let delta =
@@ -115,7 +123,9 @@ impl Head {
         piece.into()
     }
 
-    fn logprobs(&self, app: &App, told: &[Told], offsets: &[usize]) -> Value {
+    /// Tokens with what is told of them: nothing of one that begins a text.
+    fn logprobs(&self, app: &App, tokens: &[(Option<Told>, i64)], offsets: &[usize]) -> Value {
+        let told = tokens.iter().filter_map(|(told, _)| told.as_ref());
         let text = |token: i64| app.facts().codec.token_text(token).unwrap_or_default();
         match self.style {
             Style::Chat => {
@@ -126,7 +136,7 @@ impl Head {
                         (!text.contains(char::REPLACEMENT_CHARACTER)).then(|| text.as_bytes().to_vec());
                     json!({"token": text, "logprob": of.logprob, "bytes": bytes})
                 };
-                let each = told.iter().map(|(own, top)| {
+                let each = told.map(|(own, top)| {
                     let mut entry = one(own);
                     entry["top_logprobs"] = top.iter().map(one).collect();
                     entry
@@ -134,12 +144,17 @@ impl Head {
                 json!({"content": each.collect::<Vec<_>>(), "refusal": null})
             }
             Style::Text => {
-                let top = told.iter().map(|(_, top)| {
-                    top.iter().map(|of| (text(of.token), of.logprob.into())).collect::<Map<String, Value>>()
+                let told = || tokens.iter().map(|(told, _)| told.as_ref());
+                let top = told().map(|told| {
+                    let top = |(_, top): &Told| -> Map<String, Value> {
+                        top.iter().map(|of| (text(of.token), of.logprob.into())).collect()
+                    };
+                    told.map(top)
                 });
+                let own = told().map(|told| told.map(|(own, _)| own.logprob));
                 json!({
-                    "tokens": told.iter().map(|(own, _)| text(own.token)).collect::<Vec<_>>(),
-                    "token_logprobs": told.iter().map(|(own, _)| own.logprob).collect::<Vec<_>>(),
+                    "tokens": tokens.iter().map(|(_, token)| text(*token)).collect::<Vec<_>>(),
+                    "token_logprobs": own.collect::<Vec<_>>(),
                     "top_logprobs": top.collect::<Vec<_>>(),
                     "text_offset": offsets,
                 })
@@ -151,9 +166,24 @@ impl Head {
 #[derive(Default)]
 struct Gathered {
     text: String,
-    told: Vec<Told>,
+    told: Vec<(Option<Told>, i64)>,
     offsets: Vec<usize>,
     finish: Option<&'static str>,
+}
+
+/// The tokens of a prompt with what is told of them, and where the text of each begins, in characters.
+fn echoed(
+    app: &App,
+    prompt: &[i64],
+    told: Vec<Told>,
+) -> Result<(Vec<(Option<Told>, i64)>, Vec<usize>), TextError> {
+    let (mut detokenizer, mut length, mut offsets) = (Detokenizer::default(), 0, Vec::new());
+    for &token in prompt {
+        offsets.push(length);
+        length += detokenizer.push(&app.facts().codec, token)?.chars().count();
+    }
+    let told = std::iter::once(None).chain(told.into_iter().map(Some));
+    Ok((told.zip(prompt.iter().copied()).collect(), offsets))
 }
 
 /// Waits for all answers and gives them as one reply.
@@ -161,13 +191,16 @@ pub(super) async fn whole(app: &App, head: &Head, mut events: UnboundedReceiver<
     let mut answers: Vec<Gathered> =
         head.echo.iter().map(|text| Gathered { text: text.clone(), ..Default::default() }).collect();
     let (mut finished, mut completion_tokens) = (0, 0);
-    while finished < head.answers {
+    let mut scored: HashMap<usize, Vec<Told>> = HashMap::new();
+    while finished < head.answers || scored.len() < head.echoed.len() {
         match events.recv().await {
+            Some(Event::Scored { answer, tokens }) => drop(scored.insert(answer, tokens)),
             Some(Event::Token { answer, text, logprobs }) => {
                 let gathered = &mut answers[answer];
                 if let Some(told) = logprobs {
                     gathered.offsets.push(gathered.text.chars().count());
-                    gathered.told.push(told);
+                    let token = told.0.token;
+                    gathered.told.push((Some(told), token));
                 }
                 gathered.text += &text;
             }
@@ -180,6 +213,17 @@ pub(super) async fn whole(app: &App, head: &Head, mut events: UnboundedReceiver<
             Some(Event::Embedding { .. }) => {}
             Some(Event::Trouble(trouble)) => return Fault::from(trouble).into_response(),
             None => return Fault::from(Trouble::Failed("it has ended".into())).into_response(),
+        }
+    }
+    for (first, prompt) in &head.echoed {
+        let told = scored.remove(first).unwrap_or_default();
+        let (told, offsets) = match echoed(app, prompt, told) {
+            Ok(echoed) => echoed,
+            Err(error) => return Fault::field("prompt", error.to_string()).into_response(),
+        };
+        for gathered in answers.iter_mut().skip(*first).take(head.answers / head.echoed.len().max(1)) {
+            gathered.told.splice(..0, told.iter().cloned());
+            gathered.offsets.splice(..0, offsets.iter().copied());
         }
     }
     let choices = answers.into_iter().enumerate().map(|(index, gathered)| {

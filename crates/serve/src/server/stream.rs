@@ -94,7 +94,7 @@ impl Teller {
                     self.say(&self.head.piece(&self.app, answer, &text, None, Some(finish.name()))).await?;
                     (finished, tokens) = (finished + 1, tokens + used);
                 }
-                Event::Embedding { .. } => {}
+                Event::Embedding { .. } | Event::Scored { .. } => {}
                 Event::Trouble(trouble) => return self.say(&Fault::from(trouble).body()).await,
             }
             if finished == self.head.answers {

@@ -406,3 +406,68 @@ fn a_mixture_with_experts_apart_writes_what_the_whole_one_writes_and_no_rank_hol
         assert_eq!(served_by(&path, 2, Division::Experts, &disk).0, expected, "with weights on a disk");
     }
 }
+
+/// How likely an engine holds the tokens of texts from `from` on, all of them asked at once.
+fn scores(engine: &Engine, texts: &[Vec<i64>], from: usize) -> Vec<Vec<f32>> {
+    let ask = |text: &Vec<i64>| {
+        let work = Work::Score { from, alternatives: 2 };
+        engine.ask(Request {
+            prompt: text.clone(),
+            work,
+            first_answer: 0,
+            deadline: Instant::now() + PATIENCE,
+        })
+    };
+    let replies: Vec<_> = texts.iter().map(ask).collect();
+    let told = texts.iter().zip(replies).map(|(text, mut events)| match events.next() {
+        Some(Event::Scored { tokens, .. }) => {
+            let known: Vec<i64> = tokens.iter().map(|(own, _)| own.token).collect();
+            assert_eq!(known, text[from.min(text.len())..]);
+            for (own, top) in &tokens {
+                assert!(top.len() == 2 && top[0].logprob >= top[1].logprob && own.logprob <= top[0].logprob);
+            }
+            tokens.iter().map(|(own, _)| own.logprob).collect()
+        }
+        other => panic!("{other:?}"),
+    });
+    told.collect()
+}
+
+#[test]
+fn how_likely_a_text_is_depends_on_nobody_else_nor_on_how_little_room_there_is() {
+    for config in families() {
+        let folder = model(&config);
+        let (texts, kind) = (prompts(), &config["model_type"]);
+        let alone: Vec<Vec<f32>> = {
+            let engine = engine(&folder, 64, LIMITS);
+            texts.iter().map(|text| scores(&engine, std::slice::from_ref(text), 1).remove(0)).collect()
+        };
+        // Blocks for two of the longest: others have to wait, and give theirs back.
+        for (blocks, pass_tokens) in [(64, 512), (8, 7)] {
+            let engine = engine(&folder, blocks, Limits { pass_tokens, ..LIMITS });
+            assert_eq!(scores(&engine, &texts, 1), alone, "{kind}, {blocks} blocks");
+            // Beginnings are there by now, and only what is asked for is computed again.
+            let later: Vec<Vec<f32>> =
+                alone.iter().map(|all| all.iter().skip(19).copied().collect()).collect();
+            assert_eq!(scores(&engine, &texts, 20), later, "{kind}, {blocks} blocks, from token 20");
+        }
+    }
+}
+
+#[test]
+fn what_a_model_writes_it_holds_as_likely_as_it_said() {
+    let folder = model(&families()[0]);
+    let engine = engine(&folder, 64, LIMITS);
+    let prompt = prompts().remove(1);
+    let told: Vec<(i64, f32)> = engine
+        .ask(request(&prompt, vec![greedy()], NEW_TOKENS))
+        .filter_map(|event| match event {
+            Event::Token { logprobs, .. } => logprobs.map(|(own, _)| (own.token, own.logprob)),
+            _ => None,
+        })
+        .collect();
+    let written: Vec<i64> = prompt.iter().copied().chain(told.iter().map(|(token, _)| *token)).collect();
+    for ((_, told), scored) in told.iter().zip(&scores(&engine, &[written], prompt.len())[0]) {
+        assert!((told - scored).abs() < 1e-5, "{told} {scored}");
+    }
+}

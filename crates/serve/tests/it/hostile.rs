@@ -102,7 +102,7 @@ fn requests_that_make_no_sense_are_refused_by_name() {
         (json!({"prompt": "x", "logit_bias": {"300": 1}}), "logit_bias"),
         (json!({"prompt": "x", "logit_bias": {"1": 101}}), "logit_bias"),
         (json!({"prompt": "x", "logprobs": 21}), "logprobs"),
-        (json!({"prompt": "x", "logprobs": 1, "echo": true}), "echo"),
+        (json!({"prompt": "x", "logprobs": 1, "echo": true, "stream": true}), "stream"),
         (json!({"prompt": "x", "stop": 7}), "stop"),
         (json!({"prompt": "x", "stop": vec!["a"; 17]}), "stop"),
         (json!({"prompt": "x", "stop": [""]}), "stop"),

@@ -223,3 +223,59 @@ fn the_chat_page_brings_all_it_needs_and_may_talk_to_nobody_else() {
         "nothing inline, which the policy forbids"
     );
 }
+
+/// What lm-evaluation-harness asks of `local-completions`: the likelihood of a continuation, and whether it is the likeliest.
+#[test]
+fn a_prompt_is_told_with_how_likely_its_tokens_are() {
+    let (_folder, server) = server();
+    let (context, text) = ("to be", "to be or not");
+    let tokens: Vec<u8> = text.bytes().collect();
+    let body = |more: Value| {
+        let mut body =
+            json!({"prompt": [tokens, "to be or not"], "temperature": 0, "logprobs": 1, "echo": true});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        server.post("/v1/completions", &body).json()
+    };
+    let with_one = body(json!({"max_tokens": 1}));
+    let alone = body(json!({"max_tokens": 0}));
+    assert_eq!(alone["usage"], json!({"prompt_tokens": 24, "completion_tokens": 0, "total_tokens": 24}));
+    for reply in [&with_one, &alone] {
+        let new = usize::from(std::ptr::eq(reply, &with_one));
+        for choice in reply["choices"].as_array().unwrap() {
+            assert_eq!(choice["finish_reason"], "length");
+            assert!(choice["text"].as_str().unwrap().starts_with(text), "{choice}");
+            let told = &choice["logprobs"];
+            for key in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
+                assert_eq!(told[key].as_array().unwrap().len(), text.len() + new, "{key}");
+            }
+            assert!(told["token_logprobs"][0].is_null() && told["top_logprobs"][0].is_null());
+            assert_eq!(told["tokens"][6], "o");
+            assert_eq!(told["text_offset"][6], 6);
+            for at in 1..text.len() {
+                let own = told["token_logprobs"][at].as_f64().unwrap();
+                let best =
+                    told["top_logprobs"][at].as_object().unwrap().values().next().unwrap().as_f64().unwrap();
+                assert!(own <= best && best <= 0.0, "{at}: {own} {best}");
+            }
+        }
+        // Whoever asks beside it, and whatever is written behind it.
+        assert_eq!(
+            reply["choices"][0]["logprobs"]["token_logprobs"][5],
+            alone["choices"][1]["logprobs"]["token_logprobs"][5]
+        );
+    }
+    let sum = |reply: &Value| -> f64 {
+        let told = reply["choices"][0]["logprobs"]["token_logprobs"].as_array().unwrap().clone();
+        told[context.len()..text.len()].iter().map(|logprob| logprob.as_f64().unwrap()).sum()
+    };
+    assert_eq!(sum(&with_one), sum(&alone));
+    // Several answers to a prompt begin with the same.
+    let twice = server
+        .post(
+            "/v1/completions",
+            &json!({"prompt": "ab", "n": 2, "max_tokens": 2, "logprobs": 0, "echo": true}),
+        )
+        .json();
+    let first = |at: usize| twice["choices"][at]["logprobs"]["token_logprobs"][1].clone();
+    assert!(first(0).is_number() && first(0) == first(1), "{twice}");
+}

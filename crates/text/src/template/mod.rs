@@ -149,6 +149,12 @@ impl ChatTemplate {
         Some(tokens.collect::<String>() + self.source.as_deref()?)
     }
 
+    /// The same template once more.
+    pub fn again(&self) -> Result<ChatTemplate> {
+        ChatTemplate::new(self.source.clone(), self.tokens.clone())
+            .map_err(|error| TextError::Rendering(error.to_string()))
+    }
+
     /// The text of a special token by its name, `eos_token`.
     pub(crate) fn token(&self, name: &str) -> Option<&str> {
         self.tokens.iter().find(|(known, _)| known == name).map(|(_, text)| text.as_str())

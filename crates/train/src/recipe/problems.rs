@@ -87,6 +87,7 @@ impl Recipe {
             self.vocabulary_is_unknown(),
             "model.vocabulary: must be given, for token files do not say how many ids there are".into(),
         );
+        problems.extend(self.objective_problems());
         // An error of the file itself is met again by the resolution.
         if let Ok((_, _, contradictions)) = self.unresolved() {
             problems.extend(contradictions);
@@ -299,7 +300,7 @@ impl DataRecipe {
                 "kind",
                 &self.kind,
                 |word| SampleKind::of_name(word).is_some(),
-                "messages, sharegpt, alpaca, completion or text",
+                "messages, sharegpt, alpaca, completion, text, preference or unpaired",
             ),
             ("train_on", &self.train_on, |word| TrainOn::of_name(word).is_some(), "assistant, last or all"),
             ("too_long", &self.too_long, |word| TooLong::of_name(word).is_some(), "cut, drop or split"),

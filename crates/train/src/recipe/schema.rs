@@ -51,6 +51,7 @@ const RECIPE: &[Key] = &[
     key("max_bad_steps", Kind::Count),
     key("trace", Kind::Text),
     key("gradient_norms_every", Kind::Count),
+    key("objective", Kind::Table(OBJECTIVE)),
     required("model", Kind::Table(MODEL), || json!({ "preset": "gpt2" })),
     key("adapter", Kind::Table(ADAPTER)),
     required("data", Kind::Table(DATA), || json!({ "synthetic": 2, "sequence": 2 })),
@@ -73,6 +74,16 @@ const RECIPE: &[Key] = &[
     key("save", Kind::Table(SAVE)),
     key("sample", Kind::Table(SAMPLE)),
     required("ds_config", Kind::DsConfig, stand_in_ds_config),
+];
+
+const OBJECTIVE: &[Key] = &[
+    required("kind", Kind::Text, || json!("next_token")),
+    key("beta", Kind::Number),
+    key("loss", Kind::Text),
+    key("label_smoothing", Kind::Number),
+    key("reference_free", Kind::Bool),
+    key("desirable_weight", Kind::Number),
+    key("undesirable_weight", Kind::Number),
 ];
 
 const MODEL: &[Key] = &[
@@ -171,6 +182,13 @@ const SAMPLE: &[Key] = &[
 /// What stands in for a ds_config that cannot be read: there is nothing wrong with it.
 pub(super) fn stand_in_ds_config() -> Value {
     json!({ "train_micro_batch_size_per_gpu": 1, "optimizer": { "type": "Adam" } })
+}
+
+/// A kind of objective alone is a table with nothing else in it.
+pub(super) fn spell_out(recipe: &mut Value) {
+    if let Some(objective) = recipe.get_mut("objective").filter(|objective| objective.is_string()) {
+        *objective = json!({ "kind": objective.take() });
+    }
 }
 
 /// Whether a key belongs to the recipe itself; all others that `--set` names belong to the ds_config.

@@ -1,5 +1,6 @@
 //! The parts of a run: going on from a checkpoint, a step, an evaluation, a sample of text.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use ferrospeed_comm::{ASKED_FOR, ReduceOp};
@@ -19,6 +20,7 @@ use crate::checkpoint::{Checkpoints, Ending, Resumed, RunState, StopRequests};
 use crate::error::{Result, TrainError};
 use crate::folder::RunFolder;
 use crate::health::Health;
+use crate::objective::Objective;
 use crate::resume::Resume;
 use crate::told::{self, Own};
 
@@ -155,6 +157,14 @@ impl Run<'_> {
         Ok(())
     }
 
+    /// The rows of a step's micro-batches on this rank.
+    fn indices_of_step(&self) -> Vec<Vec<u64>> {
+        let (rank, ranks) = (self.engine.data_rank() as u64, self.engine.data_ranks() as u64);
+        let size = self.engine.train_micro_batch_size_per_gpu();
+        let of = |micro| self.order.micro_batch(self.position, micro, rank, ranks, size);
+        (0..self.engine.gradient_accumulation_steps()).map(of).collect()
+    }
+
     /// One optimizer step; says whether any rank was asked to stop, and how.
     pub(super) fn step(
         &mut self,
@@ -164,23 +174,24 @@ impl Run<'_> {
         let start = Instant::now();
         let device = self.engine.device().clone();
         device.backend().reset_peak_memory();
-        let (size, micro_batches) =
-            (self.engine.train_micro_batch_size_per_gpu(), self.engine.gradient_accumulation_steps());
         let (lr, loss_scale) =
             (self.engine.get_lr().first().copied().unwrap_or(0.0), self.engine.loss_scale());
         let length = self.engine.curriculum_length(self.recipe.data.sequence);
         let reading = Instant::now();
         self.order.begin_step(step, self.position, self.engine.train_batch_size());
-        let mut batches = Vec::new();
-        for micro in 0..micro_batches {
-            let (rank, ranks) = (self.engine.data_rank() as u64, self.engine.data_ranks() as u64);
-            let indices = self.order.micro_batch(self.position, micro, rank, ranks, size);
-            batches.push(self.batch(Split::Train, indices.into_iter(), length)?);
-        }
-        self.weigh(&mut batches)?;
-        self.engine.trace(Activity::Files, "data", reading);
-        let share = share_with_targets(&batches);
-        let (loss, report) = self.train_on(batches)?;
+        let indices = self.indices_of_step();
+        let ((loss, report), share, measures) = if self.objective == Objective::NextToken {
+            let batches = indices.into_iter().map(|own| self.batch(Split::Train, own.into_iter(), length));
+            let mut batches = batches.collect::<Result<Vec<_>>>()?;
+            self.weigh(&mut batches)?;
+            self.engine.trace(Activity::Files, "data", reading);
+            let share = share_with_targets(&batches);
+            (self.train_on(batches)?, share, BTreeMap::new())
+        } else {
+            self.engine.trace(Activity::Files, "data", reading);
+            let (trained, measures) = self.train_on_comparisons(&indices)?;
+            (trained, 1.0, measures)
+        };
         self.tell_checkpoint_times();
         self.position.samples += self.engine.train_batch_size();
         let tokens = self.engine.train_batch_size() * length;
@@ -213,6 +224,7 @@ impl Run<'_> {
             ranks: told.times,
             rank_memory_bytes: told.memory,
             layer_norms: self.engine.layer_norms().to_vec(),
+            measures,
         };
         Ok((record, Ending::asked(told.requests)))
     }
@@ -279,6 +291,9 @@ impl Run<'_> {
         } else {
             self.recipe.eval.sequences.min(available)
         };
+        if self.objective != Objective::NextToken {
+            return self.evaluate_comparisons(step, count);
+        }
         let (rank, ranks) = (self.engine.data_rank() as u64, self.engine.data_ranks() as u64);
         let size = self.engine.train_micro_batch_size_per_gpu();
         self.engine.eval();
@@ -300,7 +315,8 @@ impl Run<'_> {
         // Ranks that share samples have each counted them.
         let alike = (self.engine.world().size() as u64 / ranks).max(1);
         let tokens = sums[1] as u64 / alike;
-        Ok((tokens > 0).then(|| EvalRecord { step, loss: (sums[0] / sums[1]) as f32, tokens }))
+        let (loss, measures) = ((sums[0] / sums[1]) as f32, BTreeMap::new());
+        Ok((tokens > 0).then_some(EvalRecord { step, loss, tokens, measures }))
     }
 
     /// How many tokens a sample and its prompt may have, and what allows no more.
@@ -383,7 +399,7 @@ impl Run<'_> {
 }
 
 /// A label that the loss passes over.
-const IGNORED: i64 = -100;
+pub(super) const IGNORED: i64 = -100;
 
 /// A micro-batch: tokens, and what they should predict.
 pub(super) struct Batch {

@@ -3,6 +3,7 @@
 mod conversations;
 mod hugging_face;
 mod layer_reduction;
+mod objectives;
 mod recipes;
 mod stopping;
 mod support;
