@@ -33,9 +33,3 @@ pub fn evaluate(model: &Model, path: &Path, reading: &Reading, cache: &Path) -> 
         Material::Tokens(source) => likelihood::of_tokens(model, path, &source, reading, cache),
     }
 }
-
-#[cfg(test)]
-extern crate self as ferrospeed_evaluate;
-#[cfg(test)]
-#[path = "../tests/it/main.rs"]
-mod it;

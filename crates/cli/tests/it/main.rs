@@ -10,6 +10,9 @@ mod commands;
 mod conversations;
 mod curriculum;
 mod data;
+// Those of a library crate of its own, which would be one more executable.
+#[path = "../../../evaluate/tests/it/main.rs"]
+mod evaluate;
 mod examined;
 mod examples;
 mod experts;
