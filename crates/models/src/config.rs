@@ -152,7 +152,7 @@ pub fn config_file(path: &Path) -> PathBuf {
 
 fn instead(directory: &Path) -> String {
     let (of_run, has) = (directory.join("model"), |name: &str| directory.join(name).exists());
-    if of_run.join("config.json").is_file() {
+    if of_run.join("config.json").is_file() || of_run.join(ADAPTER_CONFIG).is_file() {
         return format!("; it is the folder of a run, whose model is {}", of_run.display());
     }
     if has(ADAPTER_CONFIG) {

@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
 use ferrospeed_config::{Config, Precision};
-use ferrospeed_train::{Recipe, RunFolder};
+use ferrospeed_train::{Recipe, RunFolder, frozen_and_adapters};
 use ferrospeed_tune::model::from_hugging_face;
 use ferrospeed_tune::plan::human;
 use serde_json::Value;
@@ -39,14 +39,21 @@ pub(super) fn check(
     if args.force || args.overwrite || args.experiment {
         return Ok(());
     }
+    let (frozen, adapters) = frozen_and_adapters(recipe, model);
     let (Ok(model), Ok((config, _))) = (from_hugging_face(model), recipe.config()) else { return Ok(()) };
     let (of_weight, of_checkpoint) = bytes_per_parameter(&config);
-    let params = model.size.total_params;
-    let weights = ToWrite { what: "the weights", folder: folder.model(), bytes: params * of_weight };
+    let trained = (model.size.total_params + adapters).saturating_sub(frozen);
+    // What is trained beside a model's weights is written without them.
+    let frozen = if recipe.adapter.is_some() { 0 } else { frozen };
+    let bytes = trained.saturating_add(frozen).saturating_mul(of_weight);
+    let weights = ToWrite { what: "the weights", folder: folder.model(), bytes };
     let checkpoint = recipe.save.as_ref().map(|_| ToWrite {
         what: "a checkpoint",
         folder: folder.checkpoints(),
-        bytes: params.saturating_mul(of_checkpoint).saturating_add(SPARE_BYTES),
+        bytes: trained
+            .saturating_mul(of_checkpoint)
+            .saturating_add(frozen.saturating_mul(of_weight))
+            .saturating_add(SPARE_BYTES),
     });
     let files: Vec<ToWrite> = checkpoint.into_iter().chain([weights]).collect();
     let disk_of = |file: &ToWrite| nearest(&file.folder).metadata().ok().map(|about| about.dev());

@@ -23,8 +23,12 @@ impl Lines {
 /// What is about to be trained, in a line, and where its layers are.
 pub(super) fn describe(info: &RunInfo) -> String {
     let stages = info.division.as_ref().map_or_else(String::new, |division| format!("\nstages: {division}"));
+    let trained = match info.trained < info.parameters {
+        true => format!(" ({} of them trained)", grouped(info.trained)),
+        false => String::new(),
+    };
     format!(
-        "{} parameters in {}, {} ranks, ZeRO stage {}, {} sequences of {} tokens per step; {} to train on, {} to validate{stages}",
+        "{} parameters{trained} in {}, {} ranks, ZeRO stage {}, {} sequences of {} tokens per step; {} to train on, {} to validate{stages}",
         grouped(info.parameters),
         info.dtype,
         info.ranks,

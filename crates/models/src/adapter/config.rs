@@ -184,6 +184,8 @@ pub fn to_value(adapters: &Adapters, names: Vec<String>, base: &str, inputs_firs
     let number = |value: f64| if value.fract() == 0.0 { json!(value as i64) } else { json!(value) };
     let alphas: Map<String, Value> =
         adapters.alpha_pattern.iter().map(|(key, value)| (key.clone(), number(*value))).collect();
+    // As short as it was written.
+    let dropout: f64 = adapters.dropout.to_string().parse().unwrap_or(f64::from(adapters.dropout));
     let bias = match adapters.biases {
         TrainedBiases::None => "none",
         TrainedBiases::All => "all",
@@ -199,7 +201,7 @@ pub fn to_value(adapters: &Adapters, names: Vec<String>, base: &str, inputs_firs
         "inference_mode": true,
         "init_lora_weights": true,
         "lora_alpha": number(adapters.alpha),
-        "lora_dropout": adapters.dropout,
+        "lora_dropout": dropout,
         "modules_to_save": saved,
         "peft_type": "LORA",
         "r": adapters.rank,
@@ -228,7 +230,7 @@ mod tests {
             alpha: 12.5,
             scaling: Scaling::ByRootOfRank,
             magnitudes: true,
-            dropout: 0.25,
+            dropout: 0.05,
             targets: Targets::Names(vec!["q_proj".into()]),
             saved_modules: vec!["norm".into()],
             rank_pattern: [("q_proj".to_owned(), 2)].into(),
@@ -237,6 +239,7 @@ mod tests {
             ..Adapters::default()
         };
         let value = to_value(&adapters, vec!["q_proj".into()], "base", false);
+        assert_eq!(value["lora_dropout"], json!(0.05));
         assert_eq!(of(value), Ok(adapters));
     }
 

@@ -9,8 +9,10 @@ use crate::checkpoint::{Ending, Resumed};
 /// What is known before the first step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunInfo {
-    /// Parameters of the model.
+    /// Parameters of the model, with those of adapters.
     pub parameters: u64,
+    /// How many of them are trained.
+    pub trained: u64,
     /// Ranks.
     pub ranks: usize,
     /// Steps to take.
@@ -51,8 +53,14 @@ impl RunInfo {
             ("sequences to validate on", self.validation_sequences.to_string()),
             ("measured peak", format!("{:.1} GFLOP/s", self.peak_flops_per_s / 1e9)),
         ];
+        let trained = (self.trained < self.parameters).then(|| ("trained", self.trained.to_string()));
         let division = self.division.iter().map(|division| ("stages", division.clone()));
-        facts.into_iter().chain(division).map(|(name, value)| (name.to_owned(), value)).collect()
+        facts
+            .into_iter()
+            .chain(trained)
+            .chain(division)
+            .map(|(name, value)| (name.to_owned(), value))
+            .collect()
     }
 }
 

@@ -12,7 +12,7 @@ use ferrospeed_observe::{EvalRecord, StepRecord};
 use ferrospeed_serve::hybrid::{HybridEngine, HybridOptions};
 use ferrospeed_serve::inference::engine::GenerateCall;
 use ferrospeed_serve::sampling::SamplingOptions;
-use ferrospeed_tensor::Tensor;
+use ferrospeed_tensor::{Param, Tensor};
 
 use super::{Progress, Run, RunInfo};
 use crate::architecture::{self, check_adapter, check_same};
@@ -91,8 +91,10 @@ impl Run<'_> {
         resumed: Option<Resumed>,
         peak_flops_per_s: f64,
     ) -> RunInfo {
+        let (trained, _) = self.model.parameters().partition(Param::is_trainable);
         RunInfo {
             parameters: self.model.parameters().whole_numel() as u64,
+            trained: trained.whole_numel() as u64,
             ranks: self.engine.world().size(),
             steps: self.recipe.steps,
             stage: self.engine.config().zero.stage.number(),

@@ -14,6 +14,7 @@ use ferrospeed_tensor::store::{ParamSource, PlainStore};
 use ferrospeed_tensor::{DType, Tensor};
 use ferrospeed_testkit::close::assert_close;
 use ferrospeed_testkit::golden::read_json;
+use ferrospeed_testkit::property::{Random, seeds};
 use ferrospeed_testkit::tensors;
 use ferrospeed_zero::access::Which;
 use serde_json::{Value, json};
@@ -194,4 +195,29 @@ fn directories_that_are_no_adapter_of_the_model_are_refused() {
         error.contains("unknown     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"),
         "{error}"
     );
+}
+
+#[test]
+fn damaged_adapters_are_read_or_refused() {
+    let place = start_of("llama-rslora");
+    let [config, tensors] =
+        ["adapter_config.json", "adapter_model.safetensors"].map(|name| place.path().join(name));
+    let [whole_config, whole_tensors] = [&config, &tensors].map(|path| std::fs::read(path).unwrap());
+    let header = 8 + u64::from_le_bytes(whole_tensors[..8].try_into().unwrap()) as usize;
+    let mut opened = 0;
+    for seed in seeds(300) {
+        let mut random = Random(seed);
+        let (mut fields, mut head) = (whole_config.clone(), whole_tensors[..header].to_vec());
+        random.damage(if seed % 3 == 0 { &mut head } else { &mut fields });
+        std::fs::write(&config, &fields).unwrap();
+        std::fs::write(&tensors, [&head, &whole_tensors[header..]].concat()).unwrap();
+        let Ok(files) = ModelFiles::open_on(place.path(), Some(&folder("llama"))) else { continue };
+        opened += 1;
+        let model = Decoder::new(decoder_config(files.config()));
+        for param in model.parameters().as_slice() {
+            let mut values = vec![0.0; param.numel()];
+            let _ = files.source().load(param, 0..param.numel(), &mut values);
+        }
+    }
+    println!("{opened} damaged adapters still made sense");
 }
