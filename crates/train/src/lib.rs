@@ -5,6 +5,7 @@
 
 mod analysis;
 mod architecture;
+mod best;
 mod checkpoint;
 mod curriculum;
 mod data_state;
