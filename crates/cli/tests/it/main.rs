@@ -9,6 +9,7 @@ mod commands;
 mod conversations;
 mod curriculum;
 mod data;
+mod eval;
 mod examined;
 mod examples;
 mod experts;
