@@ -243,7 +243,8 @@ fn a_profiled_run_shows_its_modules_under_the_roof() {
 #[test]
 fn what_an_objective_says_has_charts_of_its_own() {
     let measures = |at: u64| {
-        let all = [("rewards/chosen", 0.5), ("rewards/margins", 0.25), ("rewards/accuracies", 1.0), ("kl", 0.125)];
+        let all =
+            [("rewards/chosen", 0.5), ("rewards/margins", 0.25), ("rewards/accuracies", 1.0), ("kl", 0.125)];
         all.map(|(name, value)| (name.to_owned(), value * at as f64)).into()
     };
     let steps: Vec<StepRecord> =

@@ -3,6 +3,7 @@
 use ferrospeed_config::{BatchSizes, Config, Stage};
 use ferrospeed_data::{SampleKind, TooLong};
 use ferrospeed_nn::SequenceMethod;
+use ferrospeed_tensor::ops::CrossEntropyOptions;
 use ferrospeed_text::TrainOn;
 
 use super::{DataRecipe, EvalRecipe, ModelRecipe, Recipe, ValidationRecipe};
@@ -77,6 +78,23 @@ impl Recipe {
         self.model.problems(&mut refuse);
         if let Some(training) = &self.training {
             training.problems(&mut refuse);
+            let mesh = self.mesh();
+            let smooths = training.loss_options() != CrossEntropyOptions::default();
+            refuse(
+                smooths && mesh.tensor.get() > 1,
+                "training.label_smoothing_factor, training.z_loss: no rank has whole logits with tensor_parallel.autotp_size (--tp); leave out one of the two".into(),
+            );
+            refuse(
+                smooths && self.objective().name() != "next_token",
+                format!(
+                    "training.label_smoothing_factor, training.z_loss: belong to the next token, and the objective is {}; leave them out",
+                    self.objective().name()
+                ),
+            );
+            refuse(
+                training.embedding_noise().is_some() && mesh.tensor.get().max(mesh.sequence.get()) > 1,
+                "training.neftune_noise_alpha: ranks that share tokens would each add noise of their own; leave it out with --tp and --sp".into(),
+            );
         }
         refuse(
             self.vocabulary_is_unknown(),

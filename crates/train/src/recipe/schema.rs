@@ -129,6 +129,9 @@ const TRAINING: &[Key] = &[
     key("warmup_ratio", Kind::Number),
     key("bf16", Kind::Bool),
     key("fp16", Kind::Bool),
+    key("label_smoothing_factor", Kind::Number),
+    key("z_loss", Kind::Number),
+    key("neftune_noise_alpha", Kind::Number),
 ];
 
 const SAVE: &[Key] = &[
