@@ -21,9 +21,13 @@ use crate::{DeviceChoice, Failure};
 /// The model, where it computes, and what bounds the work.
 #[derive(Debug, Args)]
 pub struct ServedModel {
-    /// The model: a directory with config.json and weights, or a GGUF file (`bench serve` also takes http://…)
+    /// The model: a directory with config.json and weights, a GGUF file, or a directory with an adapter (`bench serve` also takes
+    /// http://…)
     #[arg(value_name = "DIR")]
     model: PathBuf,
+    /// The model that an adapter is of [default: the directory that the adapter names]
+    #[arg(long, value_name = "DIR")]
+    base: Option<PathBuf>,
     /// The type to compute in [default: the model's own]
     #[arg(long, value_parser = ["float32", "bfloat16", "float16"])]
     dtype: Option<String>,
@@ -81,6 +85,7 @@ impl ServedModel {
             (self.dtype.is_some(), "--dtype"),
             (self.quantize.is_some(), "--quantize"),
             (self.speculate.is_some(), "--speculate"),
+            (self.base.is_some(), "--base"),
             (self.weights_in.is_some(), "--weights-in"),
             (self.max_length.is_some(), "--max-length"),
         ];
@@ -102,7 +107,8 @@ impl ServedModel {
 
     /// Refuses a model that so many ranks could not hold, before any of them starts.
     pub fn check(&self, division: Division, ranks: usize) -> Result<(), Failure> {
-        model::check(&self.model, division, ranks).map_err(|error| Failure::Usage(error.to_string()))
+        model::check(&self.model, self.base.as_deref(), division, ranks)
+            .map_err(|error| Failure::Usage(error.to_string()))
     }
 
     /// Computes what the first rank of a group, which serves the same model, tells this one, until it ends.
@@ -121,6 +127,7 @@ impl ServedModel {
             name: name.map(str::to_owned),
             ranks,
             weights: None,
+            base: self.base.clone(),
             home: match &self.weights_in {
                 None => WeightsHome::Device,
                 Some(place) if place.as_os_str() == "host" => WeightsHome::host(),
@@ -165,6 +172,7 @@ impl ServedModel {
                         packed: None,
                         name: None,
                         ranks: None,
+                        base: None,
                         home: WeightsHome::Device,
                         ..options
                     },

@@ -14,17 +14,18 @@ impl Losses for CpuBackend {
         &self,
         options: &CrossEntropyOptions,
         logits: Out<'_>,
+        classes: usize,
         targets: &Tensor,
         losses: Out<'_>,
         gradient: LossGradient<'_>,
     ) -> Result<()> {
         let threads = &self.threads;
-        let classes = logits.shape().last();
+        let columns = logits.shape().last();
         let targets = checked_targets(targets, options.ignore_index, classes)?;
         let all = Rows { options, targets, classes };
         let (logits, losses) = (Shared::new(write::<f32>(logits)), Shared::new(write::<f32>(losses)));
         // SAFETY: rows are disjoint.
-        let row = |r: usize| unsafe { logits.range(r * classes..(r + 1) * classes) };
+        let row = |r: usize| unsafe { logits.range(r * columns..r * columns + classes) };
         // SAFETY: as above.
         let loss = |r: usize| unsafe { &mut losses.range(r..r + 1)[0] };
         let over_rows = |work: &(dyn Fn(usize) + Send + Sync)| {
@@ -48,7 +49,7 @@ impl Losses for CpuBackend {
                         let (value, slope) = all.loss_and_slope(r, row);
                         *loss(r) = value;
                         // SAFETY: as above.
-                        slope.beside(row, unsafe { target.range(r * classes..(r + 1) * classes) });
+                        slope.beside(row, unsafe { target.range(r * columns..r * columns + classes) });
                     }));
                 });
             }

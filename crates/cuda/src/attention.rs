@@ -1,12 +1,15 @@
-//! Attention: cuDNN's tensor-core kernels where they fit, for gradients on Hopper our own (`attention_backward.rs`), and plain
-//! ones (`kernels/attention.cu`) for every other case.
+//! Attention: cuDNN's tensor-core kernels where they fit, for gradients on Hopper our own (`attention_backward.rs`), for all else of
+//! 16-bit values those of `attention_any.rs`, and plain ones (`kernels/attention.cu`) for f32, few queries and odd layouts.
 
 use ferrospeed_tensor::backend::{Attention, AttentionSpec, Heads, HeadsOut};
 use ferrospeed_tensor::random::{RandomKey, drop_threshold};
 use ferrospeed_tensor::{DType, Documents, Out, Result, Tensor, TensorError};
 
 use crate::elementwise::DeviceKey;
-use crate::{CudaBackend, Kernel, Source, at, at_option, attention_backward, cudnn_attention, launch, real};
+use crate::{
+    CudaBackend, Kernel, Source, at, at_option, attention_any, attention_backward, cudnn_attention, launch,
+    real,
+};
 
 /// Warps that share one query or key,
 const WARPS: u32 = 4;
@@ -18,13 +21,13 @@ const MAX_DIM: usize = 256;
 /// Matches `Heads` in the kernels.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-struct Strides {
+pub(super) struct Strides {
     batch: u64,
     token: u64,
     head: u64,
 }
 
-fn strides(heads: &Heads<'_>) -> Strides {
+pub(super) fn strides(heads: &Heads<'_>) -> Strides {
     Strides {
         batch: heads.batch_stride as u64,
         token: heads.token_stride as u64,
@@ -40,7 +43,7 @@ pub(super) fn start(heads: &Heads<'_>) -> u64 {
 /// Matches `Spec` in the kernels.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-struct DeviceSpec {
+pub(super) struct DeviceSpec {
     sizes: [u64; 6],
     scale: f32,
     causal: i32,
@@ -121,6 +124,9 @@ impl Attention for CudaBackend {
         if cudnn_attention::forward(self, spec, [q, k, v, out], logsumexp)? {
             return Ok(());
         }
+        if attention_any::covers(self, spec, &[q, k, v, out]) {
+            return attention_any::forward(self, spec, device_spec(spec)?, [q, k, v, out], at(logsumexp));
+        }
         let is_decoding = rows < 2 * self.driver.multiprocessors as usize;
         let warps = if is_decoding { DECODING_WARPS } else { WARPS };
         launch!(
@@ -183,6 +189,10 @@ impl Attention for CudaBackend {
             strides(dout),
             delta.address()
         )?;
+        if attention_any::covers(self, spec, &[q, k, v, out, dout, dq, dk, dv]) {
+            let rows = [at(logsumexp), delta.address()];
+            return attention_any::backward(self, spec, device, [q, k, v, dout], rows, gradients);
+        }
         let shared_bytes = WARPS * spec.dim as u32 * 4;
         launch!(
             self,

@@ -17,8 +17,8 @@ use ferrospeed_tensor::Result;
 
 use crate::driver::{Checked, Driver, failed};
 use crate::{
-    attention_backward, attention_pages, few_rows, gemm, grouped, integers, loss, packed, permute, some_rows,
-    table,
+    attention_any, attention_backward, attention_pages, few_rows, gemm, grouped, integers, loss, packed,
+    permute, some_rows, table,
 };
 
 const COMMON: &str = include_str!("kernels/common.cuh");
@@ -27,6 +27,7 @@ const COMMON: &str = include_str!("kernels/common.cuh");
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Source {
     Attention,
+    AttentionAny,
     AttentionBackward,
     AttentionEnds,
     AttentionPages,
@@ -55,7 +56,14 @@ pub(crate) enum Source {
 impl Source {
     const fn text(self) -> (&'static str, &'static str) {
         match self {
-            Source::Attention => ("attention.cu", include_str!("kernels/attention.cu")),
+            Source::Attention => (
+                "attention.cu",
+                concat!(include_str!("kernels/attention_spec.cuh"), include_str!("kernels/attention.cu")),
+            ),
+            Source::AttentionAny => (
+                "attention_any.cu",
+                concat!(include_str!("kernels/attention_spec.cuh"), include_str!("kernels/attention_any.cu")),
+            ),
             Source::AttentionBackward => {
                 ("attention_backward.cu", include_str!("kernels/attention_backward.cu"))
             }
@@ -91,6 +99,7 @@ pub(crate) type Shared = &'static [(&'static str, usize)];
 impl Source {
     const fn shared(self) -> Shared {
         match self {
+            Source::AttentionAny => attention_any::SHARED,
             Source::AttentionBackward | Source::AttentionEnds => attention_backward::SHARED,
             Source::AttentionPages => attention_pages::SHARED,
             Source::FewRows => few_rows::SHARED,

@@ -5,6 +5,7 @@
 //! report, is remembered on the device and returned by the next copy to the host.
 
 mod attention;
+mod attention_any;
 mod attention_backward;
 mod attention_pages;
 mod beside;

@@ -15,6 +15,8 @@ struct LossSpec {
     z_loss: f32,
 }
 
+/// Rows of logits begin where products and packs of eight want them to.
+const COLUMNS: usize = 8;
 /// Shared memory of `cross_entropy_held` beside the row.
 const HELD_PARTS_BYTES: usize = 768;
 /// What the kernels are told of it.
@@ -28,11 +30,12 @@ pub(super) fn cross_entropy_rows(
     backend: &CudaBackend,
     options: &CrossEntropyOptions,
     logits: &Tensor,
+    classes: usize,
     targets: &Tensor,
     losses: &Tensor,
     with_gradient: bool,
 ) -> Result<()> {
-    let (rows, classes) = (logits.shape().rows(), logits.shape().last());
+    let (rows, columns) = (logits.shape().rows(), logits.shape().last());
     if rows == 0 {
         return Ok(());
     }
@@ -42,10 +45,11 @@ pub(super) fn cross_entropy_rows(
         z_loss: options.z_loss,
     };
     // A row of 16-bit logits stays in the registers of a full block, and the next fits into shared memory.
-    let row_bytes = classes * logits.dtype().size_bytes();
+    let row_bytes = columns * logits.dtype().size_bytes();
     let held = logits.dtype().size_bytes() == 2
-        && classes.is_multiple_of(8)
-        && (4096..=57_344).contains(&classes)
+        && columns.is_multiple_of(8)
+        && columns < classes + 8
+        && (4096..=57_344).contains(&columns)
         && row_bytes + HELD_PARTS_BYTES <= backend.driver.shared_bytes
         && at(logits).is_multiple_of(16);
     let (with_gradient, op) = (i32::from(with_gradient), op_number("cross_entropy"));
@@ -58,6 +62,7 @@ pub(super) fn cross_entropy_rows(
             row_bytes as u32,
             rows as u64,
             classes as u64,
+            columns as u64,
             at(logits),
             at(targets),
             at(losses),
@@ -74,6 +79,7 @@ pub(super) fn cross_entropy_rows(
         [row_threads(classes), 1, 1],
         0,
         classes as u64,
+        columns as u64,
         at(logits),
         at(targets),
         at(losses),
@@ -109,6 +115,10 @@ impl Losses for CudaBackend {
         dtype
     }
 
+    fn logits_columns(&self, classes: usize) -> usize {
+        classes.next_multiple_of(COLUMNS)
+    }
+
     fn logits_rows(&self, row_bytes: usize) -> usize {
         (768 << 20) / row_bytes.max(1)
     }
@@ -117,12 +127,13 @@ impl Losses for CudaBackend {
         &self,
         options: &CrossEntropyOptions,
         logits: Out<'_>,
+        classes: usize,
         targets: &Tensor,
         losses: Out<'_>,
         gradient: LossGradient<'_>,
     ) -> Result<()> {
         let (logits, with_gradient) = (logits.into_tensor(), !matches!(gradient, LossGradient::Nowhere));
-        cross_entropy_rows(self, options, logits, targets, losses.into_tensor(), with_gradient)?;
+        cross_entropy_rows(self, options, logits, classes, targets, losses.into_tensor(), with_gradient)?;
         match gradient {
             LossGradient::Into(target) => self.cast(logits, target),
             LossGradient::Nowhere | LossGradient::OverLogits => Ok(()),

@@ -14,6 +14,7 @@ use crate::setup::Setup;
 /// Every rank must have rank 0's configuration, seed, files and program. All ranks call it together, and all get the same
 /// error.
 pub(crate) fn agree(setup: &Setup) -> Result<()> {
+    agree_with_scheduler(setup)?;
     let group = setup.world.group();
     if group.size() == 1 {
         return Ok(());
@@ -35,6 +36,14 @@ pub(crate) fn agree(setup: &Setup) -> Result<()> {
     let (first, other_told) = (told_by(&group, 0, &told)?, told_by(&group, other, &told)?);
     let (path, left, right) = difference("", &first, &other_told).unwrap_or_default();
     Err(EngineError::Disagreement { rank: other, what: path, there: right, here: left })
+}
+
+/// A scheduler that planned with another elasticity section starts numbers of ranks that do not fit; it hands on its own.
+fn agree_with_scheduler(setup: &Setup) -> Result<()> {
+    let handed_on = std::env::var_os("DEEPSPEED_ELASTICITY_CONFIG");
+    let (Some(elasticity), Some(section)) = (&setup.config.elasticity, handed_on) else { return Ok(()) };
+    let agreed = elasticity.agree_with_scheduler(&section.to_string_lossy());
+    agreed.map_err(|error| EngineError::Argument { what: "elasticity", why: error.to_string() })
 }
 
 /// Which program a rank is: another build of the same version may compute other bits.

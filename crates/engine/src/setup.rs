@@ -2,7 +2,7 @@
 
 use ferrospeed_comm::topology::{DATA, MODEL};
 use ferrospeed_comm::{ExpertMembership, Group, Mesh, World};
-use ferrospeed_config::{Config, DataType, Precision, Stage};
+use ferrospeed_config::{Config, DataType, PipelineStages, Precision, Stage};
 use ferrospeed_nn::{Init, Parameters};
 use ferrospeed_optim::schedule::Scheduler;
 use ferrospeed_optim::{GroupOptions, Optimizer};
@@ -121,6 +121,15 @@ pub fn initialize_with<M>(
 /// The same for a model that is built already.
 pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options<'_>) -> Result<Engine> {
     experts::check(&setup.config, parameters)?;
+    if let PipelineStages::Fixed(stages) = setup.config.pipeline.stages
+        && stages > 1
+    {
+        let why = format!(
+            "{stages} stages are asked for, and this model is no list of layers that could be divided: build it as Stages and \
+             call initialize_pipeline, or remove the key"
+        );
+        return Err(EngineError::Argument { what: "pipeline.stages", why });
+    }
     initialize_part(setup, parameters, options)
 }
 
@@ -162,6 +171,16 @@ pub(crate) fn initialize_part(
             rule.name()
         );
         return Err(EngineError::Unsupported { key: "optimizer.type", why });
+    }
+    if let Some((rule @ Optimizer::Own(_), _)) = &optimizer
+        && config.zero.stage != Stage::Off
+        && !config.zero_allow_untested_optimizer
+    {
+        let why = format!(
+            "ZeRO is not tested with {}; add \"zero_allow_untested_optimizer\": true to run it all the same",
+            rule.name()
+        );
+        return Err(EngineError::Unsupported { key: "optimizer", why });
     }
     let group_options = optimizer
         .as_ref()

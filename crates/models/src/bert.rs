@@ -103,7 +103,8 @@ impl Bert {
         let norm = |init: &Init| LayerNorm::new(init, width, config.eps, true);
         let embeddings = init.at("embeddings");
         let words =
-            Embedding::new(&embeddings.at("word_embeddings").cut(Cut::Entries), config.vocab, width, std);
+            Embedding::new(&embeddings.at("word_embeddings").cut(Cut::Entries), config.vocab, width, std)
+                .with_padding(config.padding);
         let places = Embedding::new(&embeddings.at("position_embeddings"), config.max_tokens, width, std);
         let types = Embedding::new(&embeddings.at("token_type_embeddings"), config.token_types, width, std);
         let embedding_norm = norm(&embeddings.at("LayerNorm"));

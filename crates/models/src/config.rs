@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use ferrospeed_nn::Parameters;
 use serde_json::Value;
 
+use crate::adapter::ADAPTER_CONFIG;
 use crate::bert::{Bert, BertConfig};
 use crate::decoder::{Decoder, DecoderConfig};
 use crate::error::{ModelError, Result};
@@ -153,6 +154,11 @@ fn instead(directory: &Path) -> String {
     let (of_run, has) = (directory.join("model"), |name: &str| directory.join(name).exists());
     if of_run.join("config.json").is_file() {
         return format!("; it is the folder of a run, whose model is {}", of_run.display());
+    }
+    if has(ADAPTER_CONFIG) {
+        return "; it holds an adapter of another model: `generate`, `chat` and `serve` take it as it is, `ferrospeed model merge` \
+                makes a model of both, and a recipe trains it further as adapter.path, with the model as model.path"
+            .to_owned();
     }
     match has("manifest.json") || has("latest") || has("checkpoints") {
         true => "; it holds checkpoints, of which `ferrospeed checkpoint export-hf` makes a model".to_owned(),

@@ -21,6 +21,7 @@ mod stages;
 use std::sync::Arc;
 
 use ferrospeed_nn::activation_bits::input_of;
+use ferrospeed_nn::adapter::{Adapters, Found};
 use ferrospeed_nn::moe::{ExpertRanks, Routing};
 use ferrospeed_nn::tensor_parallel::{self, Cut, Slices};
 use ferrospeed_nn::{
@@ -91,6 +92,8 @@ pub struct Decoder {
     embedding_norm: Option<Norm>,
     learned_positions: Option<Embedding>,
     projections: Option<[Linear; 2]>,
+    /// What was asked of adapters, and which layers that meant.
+    adapters: Option<(Adapters, Found)>,
     blocks: Vec<Block>,
     final_norm: Option<Norm>,
     head: Param,
@@ -113,7 +116,7 @@ pub struct Decoder {
 impl Decoder {
     /// Builds the model's handles. Attach `parameters()` to a store before running it.
     pub fn new(config: DecoderConfig) -> Decoder {
-        Decoder::build(config, &Spread::default())
+        Decoder::build(config, &Spread::default(), &Init::root())
     }
 
     /// The same in slices over the ranks of a group, which compute each loss together; or why it cannot be cut so. No rank
@@ -125,24 +128,53 @@ impl Decoder {
     /// The same with slices or experts on several ranks. Where experts are, all ranks run every forward together, on the
     /// tokens that [`ExpertRanks`] says.
     pub fn spread(config: DecoderConfig, spread: &Spread) -> Result<Decoder> {
+        Decoder::check_spread(&config, spread)?;
+        Ok(Decoder::build(config, spread, &Init::root()))
+    }
+
+    /// The same with adapters: nothing else of the model is trained but what they name. [`Decoder::adapters`] tells which
+    /// layers they meant; whoever wrote their names may want to hear which of them meant none ([`Found::problems`]).
+    pub fn adapted(config: DecoderConfig, spread: &Spread, adapters: &Adapters) -> Result<Decoder> {
+        Decoder::check_spread(&config, spread)?;
+        let init = Init::root().adapted_by(adapters)?;
+        let decoder = Decoder::build(config, spread, &init);
+        let names = &decoder.config.names;
+        let is_trained_whole = |path: &str| adapters.saves(path);
+        if decoder.config.tied && (is_trained_whole(names.embedding) || is_trained_whole(names.head)) {
+            let why = format!(
+                "modules_to_save names '{}' or '{}', which are one weight in this model; PEFT would take them apart, and here they stay \
+                 one: leave them out, or train a model whose config.json says \"tie_word_embeddings\": false",
+                names.embedding, names.head
+            );
+            return Err(ModelError::config("adapters", why));
+        }
+        Ok(Decoder { adapters: init.adapters_found().map(|found| (adapters.clone(), found)), ..decoder })
+    }
+
+    /// What was asked of adapters, and which layers that meant; `None` where it has none.
+    pub fn adapters(&self) -> Option<&(Adapters, Found)> {
+        self.adapters.as_ref()
+    }
+
+    fn check_spread(config: &DecoderConfig, spread: &Spread) -> Result<()> {
         if let Some(slices) = &spread.slices {
             config.check_slices(slices.group().size(), slices.between())?;
         }
-        config.check_experts(spread.experts.as_ref().map_or(1, |ranks| ranks.group.size()))?;
-        Ok(Decoder::build(config, spread))
+        config.check_experts(spread.experts.as_ref().map_or(1, |ranks| ranks.group.size()))
     }
 
-    fn build(config: DecoderConfig, spread: &Spread) -> Decoder {
+    fn build(config: DecoderConfig, spread: &Spread, init: &Init) -> Decoder {
         let slices = spread.slices.as_ref();
         let experts = spread.experts.as_ref().filter(|ranks| ranks.group.size() > 1);
-        let init = Init::root().over(slices);
+        let init = init.over(slices);
         let names = &config.names;
         let embedding = Embedding::new(
             &init.at(names.embedding).cut(Cut::Entries),
             config.vocab,
             config.embedding_width,
             config.init_std,
-        );
+        )
+        .with_padding(config.padding);
         let embedding_norm =
             names.embedding_norm.map(|name| Norm::new(&init.at(name), config.width, config.norm));
         let learned_positions = match (&config.positions, names.positions) {
@@ -178,8 +210,12 @@ impl Decoder {
             init.at(names.head).tie("weight", embedding.table());
             embedding.table().clone()
         } else {
+            let why = "is the output head, which has no adapters here; name it in modules_to_save to train it whole";
             Linear::normal(
-                &init.at(names.head).cut(Cut::Outputs { sections: 1, units: config.vocab }),
+                &init
+                    .at(names.head)
+                    .without_adapters(why)
+                    .cut(Cut::Outputs { sections: 1, units: config.vocab }),
                 config.embedding_width,
                 config.vocab,
                 false,
@@ -196,6 +232,7 @@ impl Decoder {
             embedding_norm,
             learned_positions,
             projections,
+            adapters: None,
             blocks,
             final_norm,
             head,

@@ -11,6 +11,7 @@ use ferrospeed_tensor::{DType, Param};
 use half::{bf16, f16};
 use serde_json::Value;
 
+use crate::adapter::ADAPTER_CONFIG;
 use crate::config::{ModelConfig, WindowRule, read_json};
 use crate::decoder::name_of_dtype;
 use crate::error::{ModelError, Result};
@@ -90,6 +91,9 @@ impl Default for WriteOptions {
 /// error: it would silently become infinite.
 pub fn convert(source: &Path, target: &Path, options: &WriteOptions) -> Result<Written> {
     let files = ModelFiles::open(source)?;
+    if files.adapter().is_some() {
+        return write_parameters(&files, target, None, options);
+    }
     let is_packed = files.weights().tensors().keys().any(|name| BlockForm::of_tensor(name).is_some());
     if matches!(files.text(), TextFiles::Held { .. }) || (is_packed && options.dtype.is_some()) {
         let dtype = options.dtype.or(Some(files.dtype()));
@@ -120,6 +124,12 @@ pub fn convert(source: &Path, target: &Path, options: &WriteOptions) -> Result<W
     })?;
     new.finish()?;
     Ok(written)
+}
+
+/// Makes a directory with the model in `base` and the adapter in `adapter` worked into its weights, which keep their type unless
+/// another is asked for.
+pub fn merge(base: &Path, adapter: &Path, target: &Path, options: &WriteOptions) -> Result<Written> {
+    write_parameters(&ModelFiles::open_on(adapter, Some(base))?, target, None, options)
 }
 
 /// Makes a directory with a new model: the parsed `config.json` and weights drawn by its initialisers. The same seed
@@ -166,8 +176,8 @@ fn zeros(name: &str, count: usize) -> Result<Vec<f32>> {
     Ok(values)
 }
 
-/// Little-endian bytes of `values` in `dtype`.
-pub(crate) fn encode(name: &str, values: &[f32], dtype: DType) -> Result<Vec<u8>> {
+/// Little-endian bytes of `values` in `dtype`; an error for a value that it cannot hold.
+pub fn encode(name: &str, values: &[f32], dtype: DType) -> Result<Vec<u8>> {
     let narrowed = |bits: fn(f32) -> ([u8; 2], bool)| {
         let mut bytes = Vec::with_capacity(2 * values.len());
         for &value in values {
@@ -259,7 +269,7 @@ pub(crate) fn copy_companions(source: &Path, target: &Path) -> Result<()> {
         let path = entry.map_err(ModelError::io(source))?.path();
         let Some(name) = path.file_name() else { continue };
         let text = name.to_string_lossy();
-        if path.is_file() && text != "config.json" && !is_weights(&text) {
+        if path.is_file() && text != "config.json" && text != ADAPTER_CONFIG && !is_weights(&text) {
             copy_file(&path, &target.join(name))?;
         }
     }
@@ -377,7 +387,8 @@ impl Drop for NewDirectory {
     }
 }
 
-/// Moves complete files into the directory above, in place of an earlier model's; `config.json`, which makes it a model, is last.
+/// Moves complete files into the directory above, in place of an earlier model's; the configuration, which makes it a model or an
+/// adapter, is last, and that of the other of the two goes with its weights.
 fn move_up(from: &Path, to: &Path) -> Result<()> {
     let names = |folder: &Path| -> Result<Vec<OsString>> {
         let entries = std::fs::read_dir(folder).map_err(ModelError::io(folder))?;
@@ -386,13 +397,13 @@ fn move_up(from: &Path, to: &Path) -> Result<()> {
     let move_one = |name: &OsString| {
         std::fs::rename(from.join(name), to.join(name)).map_err(ModelError::io(to.join(name)))
     };
-    let (config, new): (Vec<OsString>, Vec<OsString>) =
-        names(from)?.into_iter().partition(|name| name == "config.json");
+    let makes_it = |name: &OsString| name == "config.json" || name == ADAPTER_CONFIG;
+    let (config, new): (Vec<OsString>, Vec<OsString>) = names(from)?.into_iter().partition(makes_it);
     new.iter().try_for_each(move_one)?;
-    for old in names(to)?.iter().filter(|old| !new.contains(old)) {
+    for old in names(to)?.iter().filter(|old| !new.contains(old) && !config.contains(old)) {
         let path = to.join(old);
         let is_weights = WEIGHT_ENDINGS.iter().any(|ending| old.to_string_lossy().ends_with(ending));
-        if is_weights && path.is_file() {
+        if (is_weights || !config.is_empty() && makes_it(old)) && path.is_file() {
             std::fs::remove_file(&path).map_err(ModelError::io(&path))?;
         }
     }

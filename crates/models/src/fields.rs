@@ -201,6 +201,22 @@ impl<'a> Fields<'a> {
         if self.map.contains_key(key) { self.optional_size(key) } else { Ok(absent) }
     }
 
+    /// The row of a table of `entries` that stands for padding, `absent` where nothing is said. As in the reference
+    /// implementation a number below zero counts from the end; of what lies outside there is no row.
+    pub(crate) fn padding_row(&self, entries: usize, absent: Option<usize>) -> Result<Option<usize>> {
+        let row = match self.get("pad_token_id") {
+            Some(value) => {
+                let id = value.as_i64();
+                let id =
+                    id.ok_or_else(|| self.error("pad_token_id", format!("{value} is not a token id")))?;
+                if id < 0 { usize::try_from(entries as i64 + id).ok() } else { usize::try_from(id).ok() }
+            }
+            None if self.map.contains_key("pad_token_id") => None,
+            None => absent,
+        };
+        Ok(row.filter(|&row| row < entries))
+    }
+
     /// A number.
     pub fn number(&self, key: &str, default: Option<f64>) -> Result<f64> {
         self.read(key, "a number", default, Value::as_f64)

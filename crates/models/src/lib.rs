@@ -6,6 +6,7 @@
 //!
 //! Reading order: [`config`], [`decoder`], one family (`families/llama.rs`), [`weights`], [`directory`], [`generate`].
 
+pub mod adapter;
 pub mod bert;
 pub mod config;
 pub mod decoder;

@@ -6,7 +6,6 @@
 use std::path::Path;
 
 use ferrospeed_tensor::packed::{PackedBits, PackedWeight};
-use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{DType, Param};
 
 use crate::config::ModelConfig;
@@ -68,10 +67,10 @@ pub(crate) fn write_parameters(
         let place = planned.binary_search_by(|(other, _)| other.name.cmp(&tensor.name));
         let param = planned[place.expect("every tensor to write was planned")].1;
         if let (DType::U8, Some(packing)) = (tensor.dtype, bits.and_then(|bits| model.packing(param, bits))) {
-            return Ok(PackedWeight::load(param, packing, weights)?.to_file_bytes());
+            return Ok(PackedWeight::load(param, packing, files.source())?.to_file_bytes());
         }
         let mut values = vec![0.0; param.numel()];
-        weights.load(param, 0..param.numel(), &mut values)?;
+        files.source().load(param, 0..param.numel(), &mut values)?;
         encode(&tensor.name, &values, tensor.dtype)
     })?;
     new.finish()?;

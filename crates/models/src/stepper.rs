@@ -87,7 +87,10 @@ impl<'a> Stepper<'a> {
         let mut inputs = tokens.to_vec();
         inputs.extend([place as i64, (place + self.tables.row_offset) as i64]);
         let device = self.inputs.device().clone();
-        device.backend().copy_from_host(bytemuck::cast_slice(&inputs), self.inputs.out()?)?;
+        // A recording looks at the inputs too.
+        let target =
+            if device.backend().is_host() { self.inputs.out()? } else { Out::of_device(&self.inputs)? };
+        device.backend().copy_from_host(bytemuck::cast_slice(&inputs), target)?;
         // The first step compiles kernels and chooses algorithms, which is no part of a recording.
         if self.steps == 1 && self.can_record {
             self.recording = record(&device, || self.work(state).map(drop))?;

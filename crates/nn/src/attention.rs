@@ -385,7 +385,7 @@ impl MultiHeadAttention {
         let plain = query.layout() == WeightLayout::OutIn
             && self.output.summed_over().is_none()
             && self.head_norms.is_none()
-            && ![query, key, value, &self.output].iter().any(|layer| layer.changes_input());
+            && ![query, key, value, &self.output].iter().any(|layer| layer.stands_alone());
         let Some(norm) = norm.of_few_rows().filter(|_| plain) else { return Ok(None) };
         let layers = [query, key, value].map(Linear::operands);
         let Some(projected) = ops::normed_linears(x, norm, layers)? else { return Ok(None) };
@@ -443,7 +443,7 @@ impl MultiHeadAttention {
                 let [of_query, of_key] =
                     self.head_norms.as_ref().map_or([None, None], |[query, key]| [Some(query), Some(key)]);
                 let [query, key, value] = match [query, key, value] {
-                    layers if layers.iter().any(|layer| layer.changes_input()) => {
+                    layers if layers.iter().any(|layer| layer.stands_alone()) => {
                         [query.forward(x)?, key.forward(x)?, value.forward(x)?]
                     }
                     layers => ops::linears(x, layers.map(Linear::operands), query.layout())?,

@@ -11,11 +11,14 @@ use crate::tensor_parallel::{Cut, Slices, expect_entries};
 pub struct Embedding {
     table: Param,
     summed: Option<Slices>,
+    /// The entry that lookups do not train.
+    padding: Option<usize>,
 }
 
 impl Embedding {
     /// A table `[entries, width]` of normal numbers.
     pub fn new(init: &Init, entries: usize, width: usize, std: f32) -> Embedding {
+        init.refuse_adapters("is a table of embeddings, which has no adapters here; name it in modules_to_save to train it whole");
         let (shape, start) = ([entries, width], Initializer::Normal { mean: 0.0, std });
         let (table, summed) = match init.slicing() {
             Some((slices, cut @ Cut::Entries)) => {
@@ -23,7 +26,13 @@ impl Embedding {
             }
             _ => (init.param("weight", shape, start), None),
         };
-        Embedding { table: table.as_table(), summed }
+        Embedding { table: table.as_table(), summed, padding: None }
+    }
+
+    /// Lookups of this entry give its row no gradient, as `padding_idx` of torch's layer has it. Another use of the table, such
+    /// as a tied head, does.
+    pub fn with_padding(self, padding: Option<usize>) -> Embedding {
+        Embedding { padding, ..self }
     }
 
     /// The table's handle: clone it to tie another layer to it.
@@ -33,6 +42,14 @@ impl Embedding {
 
     /// `[ids.., width]`.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        let found = self.look_up(ids)?;
+        match self.padding {
+            Some(padding) if found.requires_grad() => ops::without_gradient_of(&found, ids, padding as i64),
+            _ => Ok(found),
+        }
+    }
+
+    fn look_up(&self, ids: &Tensor) -> Result<Tensor> {
         match (&self.summed, self.table.slice()) {
             (Some(slices), Some(slice)) => {
                 let rows = slice.ranges()[0].clone();

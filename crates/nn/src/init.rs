@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ferrospeed_tensor::{Initializer, Param, Shape, Slice, Unit};
+use ferrospeed_tensor::{Initializer, Param, Result, Shape, Slice, Unit};
 
+use crate::adapter::{Adapters, Adapting, Found, part_of};
 use crate::tensor_parallel::{Between, Cut, Held, Slices};
 
 /// A place in the tree of modules.
@@ -18,6 +19,10 @@ pub struct Init {
     cut: Option<Cut>,
     /// Which rank holds what is made here, where ranks hold different experts.
     holder: Option<Holder>,
+    /// Which layers have adapters.
+    adapting: Option<Arc<Adapting>>,
+    /// Why what is made here has none.
+    without_adapters: Option<&'static str>,
     registered: Arc<Mutex<Parameters>>,
 }
 
@@ -39,6 +44,8 @@ impl Init {
             slices: None,
             cut: None,
             holder: None,
+            adapting: None,
+            without_adapters: None,
             registered: Arc::default(),
         }
     }
@@ -89,6 +96,36 @@ impl Init {
     /// This place, whose parameters one rank of several holds.
     pub fn held_by(&self, holder: Holder) -> Init {
         Init { holder: Some(holder), ..self.clone() }
+    }
+
+    /// The same place, whose linear layers have adapters where these say so; all other parameters are frozen, but for those
+    /// that are to be trained whole. Refuses numbers and patterns that make none.
+    pub fn adapted_by(&self, adapters: &Adapters) -> Result<Init> {
+        Ok(Init { adapting: Some(Arc::new(Adapting::new(adapters)?)), ..self.clone() })
+    }
+
+    /// The same place for layers that have no adapters; `why` goes on behind a layer's path.
+    pub fn without_adapters(&self, why: &'static str) -> Init {
+        Init { without_adapters: Some(why), ..self.clone() }
+    }
+
+    /// What the adapters of [`Init::adapted_by`] have met in the model made so far.
+    pub fn adapters_found(&self) -> Option<Found> {
+        self.adapting.as_ref().map(|adapting| adapting.found().clone())
+    }
+
+    /// Says that the layer made here is none that can have adapters.
+    pub(crate) fn refuse_adapters(&self, why: &'static str) {
+        if let Some(adapting) = &self.adapting {
+            adapting.refuse(&self.path, self.without_adapters.unwrap_or(why));
+        }
+    }
+
+    /// The rank and the factor of the adapter of the linear layer made here, where it has one.
+    pub(crate) fn adapter(&self) -> Option<(&Adapters, usize, f32)> {
+        let adapting = self.adapting.as_ref()?;
+        let (rank, factor) = adapting.linear(&self.path, self.without_adapters)?;
+        Some((&adapting.adapters, rank, factor))
     }
 
     /// A new parameter here.
@@ -144,6 +181,9 @@ impl Init {
     fn register(&self, mut param: Param) -> Param {
         if let Some(unit) = self.unit {
             param = param.in_unit(unit);
+        }
+        if let Some(adapting) = self.adapting.as_ref().filter(|_| part_of(param.name()).is_none()) {
+            param.set_trainable(adapting.trains(param.name()));
         }
         let mut registered = self.registered();
         registered.params.push(param.clone());

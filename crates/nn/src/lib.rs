@@ -23,6 +23,7 @@
 //! ```
 
 pub mod activation_bits;
+pub mod adapter;
 mod attention;
 mod conv;
 mod embedding;

@@ -4,13 +4,14 @@ use ferrospeed_tensor::ops::{self, WeightLayout};
 use ferrospeed_tensor::{Activation, Initializer, Operand, Param, Result, Tensor};
 
 use crate::activation_bits::{input_of, is_in_few_bits};
+use crate::adapter::{Adapter, TrainedBiases};
 use crate::init::Init;
 use crate::tensor_parallel::{Cut, Slices};
 
 /// `y = x·W + b` over the last dimension.
 ///
 /// Where its [`Init`] says how it is cut, this rank holds a slice: of its outputs, or of its inputs, and then the ranks'
-/// results are summed and the bias is added once.
+/// results are summed and the bias is added once. Where it is adapted, the product has a change of low rank beside it.
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Param,
@@ -18,18 +19,28 @@ pub struct Linear {
     layout: WeightLayout,
     /// The ranks whose results are summed.
     summed: Option<Slices>,
+    adapter: Option<Adapter>,
 }
 
 impl Linear {
     /// A layer with a weight `[outputs, inputs]`, both started uniformly in ±1/√inputs.
     pub fn new(init: &Init, inputs: usize, outputs: usize, bias: bool) -> Linear {
         let start = Initializer::Uniform { bound: 1.0 / (inputs.max(1) as f32).sqrt() };
-        Linear {
-            weight: init.param("weight", [outputs, inputs], start),
-            bias: bias.then(|| init.param("bias", [outputs], start)),
-            layout: WeightLayout::OutIn,
-            summed: None,
+        let weight = init.param("weight", [outputs, inputs], start);
+        let bias = bias.then(|| init.param("bias", [outputs], start));
+        Linear { weight, bias, layout: WeightLayout::OutIn, summed: None, adapter: None }
+            .adapted(init, inputs, outputs)
+    }
+
+    /// With the adapter that it is meant to have.
+    fn adapted(self, init: &Init, inputs: usize, outputs: usize) -> Linear {
+        let adapter = Adapter::of(init, inputs, outputs);
+        if let (Some(bias), Some(TrainedBiases::OfAdapted)) =
+            (&self.bias, adapter.as_ref().map(Adapter::trained_biases))
+        {
+            bias.set_trainable(true);
         }
+        Linear { adapter, ..self }
     }
 
     /// A layer with a normal weight in the given layout and a zero bias: what transformers use.
@@ -61,7 +72,7 @@ impl Linear {
         };
         let weight = if layout == WeightLayout::InOut { weight.as_inputs_first() } else { weight };
         let bias = bias.then(|| cut_bias.unwrap_or_else(|| init.param("bias", [outputs], zero)));
-        Linear { weight, bias, layout, summed }
+        Linear { weight, bias, layout, summed, adapter: None }.adapted(init, inputs, outputs)
     }
 
     /// The weight's handle.
@@ -89,9 +100,10 @@ impl Linear {
         input_of(&self.weight, x)
     }
 
-    /// Whether that is not the input itself, so that no kernel may make it inside.
-    pub(crate) fn changes_input(&self) -> bool {
-        is_in_few_bits(&self.weight)
+    /// Whether no kernel that does more than its product may take it, since that is not all it does: its input is changed
+    /// before, or an adapter changes the result.
+    pub(crate) fn stands_alone(&self) -> bool {
+        is_in_few_bits(&self.weight) || self.adapter.is_some()
     }
 
     /// Both as operands of a fused op, whose result goes through [`Linear::finish`]; a bias that comes behind a sum is left
@@ -111,15 +123,23 @@ impl Linear {
         }
     }
 
+    /// `x·W + b` and what its adapter adds, for [`Linear::finish`]: where inputs are cut, this rank's summand.
+    pub(crate) fn product(&self, x: &Tensor) -> Result<Tensor> {
+        let ((weight, bias), x) = (self.operands(), self.input(x)?);
+        match &self.adapter {
+            Some(adapter) => adapter.applied(&x, &weight, bias, self.layout),
+            None => ops::linear(&x, weight, bias, self.layout),
+        }
+    }
+
     /// `x·W + b`.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (weight, bias) = self.operands();
-        self.finish(ops::linear(&self.input(x)?, weight, bias, self.layout)?)
+        self.finish(self.product(x)?)
     }
 
     /// `f(x·W + b)` in one pass.
     pub fn forward_activated(&self, x: &Tensor, activation: Activation) -> Result<Tensor> {
-        if self.summed.is_some() {
+        if self.summed.is_some() || self.adapter.is_some() {
             return ops::activate(&self.forward(x)?, activation);
         }
         let (weight, bias) = self.operands();

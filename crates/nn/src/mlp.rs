@@ -39,7 +39,7 @@ impl Mlp {
     pub fn forward_in_chunks(&self, x: &Tensor, chunk: Option<usize>) -> Result<Tensor> {
         profile::scope("Mlp", [self.up.weight(), self.down.weight()], || {
             let x = enter(x, self.down.summed_over())?;
-            if self.layers().iter().any(|layer| layer.changes_input()) {
+            if self.layers().iter().any(|layer| layer.stands_alone()) {
                 return self.down.forward(&self.up.forward_activated(&x, self.activation)?);
             }
             let (up, down, layout) = (self.up.operands(), self.down.operands(), self.up.layout());
@@ -85,9 +85,9 @@ impl GatedMlp {
 
     /// `x + forward(norm(x))` for few rows, where the device has kernels for that and nothing is recorded; `None` where not.
     pub fn forward_onto(&self, x: &Tensor, norm: &Norm) -> Result<Option<Tensor>> {
-        let changes_inputs = self.layers().iter().any(|layer| layer.changes_input());
+        let stand_alone = self.layers().iter().any(|layer| layer.stands_alone());
         let plain =
-            self.gate.layout() == WeightLayout::OutIn && self.down.summed_over().is_none() && !changes_inputs;
+            self.gate.layout() == WeightLayout::OutIn && self.down.summed_over().is_none() && !stand_alone;
         let Some(norm) = norm.of_few_rows().filter(|_| plain) else { return Ok(None) };
         let [gate, up, down] = self.layers().map(Linear::operands);
         let Some(hidden) = ops::normed_gate(x, norm, [gate, up], self.activation)? else { return Ok(None) };
@@ -101,7 +101,7 @@ impl GatedMlp {
     pub fn forward_in_chunks(&self, x: &Tensor, chunk: Option<usize>) -> Result<Tensor> {
         profile::scope("GatedMlp", [&self.gate, &self.up, &self.down].map(Linear::weight), || {
             let x = enter(x, self.down.summed_over())?;
-            if self.layers().iter().any(|layer| layer.changes_input()) {
+            if self.layers().iter().any(|layer| layer.stands_alone()) {
                 let (gate, up) = (self.gate.forward(&x)?, self.up.forward(&x)?);
                 return self.down.forward(&ops::gated(self.activation, &gate, &up)?);
             }
@@ -135,8 +135,8 @@ impl PackedGatedMlp {
     pub fn forward_in_chunks(&self, x: &Tensor, chunk: Option<usize>) -> Result<Tensor> {
         profile::scope("GatedMlp", [&self.gate_up, &self.down].map(Linear::weight), || {
             let x = enter(x, self.down.summed_over())?;
-            let changes_inputs = [&self.gate_up, &self.down].iter().any(|layer| layer.changes_input());
-            self.down.finish(match chunk.filter(|_| !changes_inputs) {
+            let stand_alone = [&self.gate_up, &self.down].iter().any(|layer| layer.stands_alone());
+            self.down.finish(match chunk.filter(|_| !stand_alone) {
                 None => self.product(&x)?,
                 Some(chunk) => {
                     let (both, down, layout) =
@@ -153,8 +153,6 @@ impl PackedGatedMlp {
         let both = self.gate_up.forward(x)?;
         let (dim, inner) = (both.shape().dims() - 1, both.shape().last() / 2);
         let parts = ops::split(&both, dim, &[inner, inner])?;
-        let hidden = ops::gated(self.activation, &parts[0], &parts[1])?;
-        let (weight, bias) = self.down.operands();
-        ops::linear(&self.down.input(&hidden)?, weight, bias, self.down.layout())
+        self.down.product(&ops::gated(self.activation, &parts[0], &parts[1])?)
     }
 }

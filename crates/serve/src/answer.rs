@@ -64,7 +64,7 @@ impl Answer {
             Work::Generate { answers, stops, stop_tokens, .. } => Task::Write(Box::new(Writing {
                 sampling: answers[index].clone(),
                 stop_tokens: stop_tokens.as_slice().into(),
-                detokenizer: Detokenizer::default(),
+                detokenizer: Detokenizer::after(&request.prompt),
                 stops: StopStrings::new(stops.clone()),
                 paired: Paired::default(),
             })),

@@ -2,6 +2,9 @@
 //!
 //! A character may take several tokens, and what a token reads as may depend on the one before. So text is made of all tokens
 //! since the last piece, and a piece that ends in the middle of a character waits. Text that could become a stop string waits too.
+//!
+//! How a token reads also depends on whether it stands at the beginning: decoders take the space before a first word away. So
+//! there is always a token before the new ones that can be seen, at first one of the prompt's.
 
 use ferrospeed_text::{Codec, TextError};
 
@@ -11,6 +14,8 @@ const UNFINISHED: char = char::REPLACEMENT_CHARACTER;
 const UNFINISHED_TOKENS: usize = 3;
 /// Tokens that wait for such a place, at most.
 const MOST_WAITING: usize = 16;
+/// Tokens of the prompt that are looked at: the last that can be seen is among them, unless a template ends in more that hide.
+const OF_PROMPT: usize = 8;
 
 /// Turns the tokens of one answer into text.
 #[derive(Debug, Default)]
@@ -23,6 +28,12 @@ pub struct Detokenizer {
 }
 
 impl Detokenizer {
+    /// For what follows a prompt.
+    pub fn after(prompt: &[i64]) -> Detokenizer {
+        let tokens = prompt[prompt.len().saturating_sub(OF_PROMPT)..].to_vec();
+        Detokenizer { given: tokens.len(), context: 0, tokens }
+    }
+
     /// Takes a token; gives the text that is certain now.
     pub fn push(&mut self, codec: &Codec, token: i64) -> Result<String, TextError> {
         self.tokens.push(token);
@@ -57,9 +68,18 @@ impl Detokenizer {
     /// `text`: what the tokens read as from the context to `until`.
     fn give(&mut self, codec: &Codec, text: &str, until: usize) -> Result<String, TextError> {
         let before = codec.decode(&self.tokens[self.context..self.given])?;
-        self.context = self.given;
+        let new = match text.strip_prefix(&before) {
+            Some(new) => new.to_owned(),
+            // Bytes that were a character are none with what follows them: tokenizers that write characters as bytes take all
+            // bytes in a row as one. What was given stays.
+            None => codec.decode(&self.tokens[self.given..until])?,
+        };
+        // What hides is no beginning.
+        if !new.is_empty() {
+            self.context = self.given;
+        }
         self.given = until;
-        Ok(text.get(before.len()..).unwrap_or_default().to_owned())
+        Ok(new)
     }
 }
 
@@ -138,6 +158,58 @@ mod tests {
                 bytes.extend_from_slice(&text[..1 + random.below(text.len())]);
             }
             assert_eq!(pieces(&bytes).concat(), String::from_utf8_lossy(&bytes), "{bytes:x?}");
+        }
+    }
+
+    /// As LLaMA's: words with their spaces, bytes for what is no word, and a special token.
+    fn words_and_bytes() -> Codec {
+        let words = ["<unk>", "<s>", "▁of", "▁a", "cup", "<0x41>", "<0xC3>", "<0xA9>", "<0xE9>"];
+        let vocabulary: serde_json::Map<String, serde_json::Value> =
+            words.iter().enumerate().map(|(id, word)| ((*word).into(), id.into())).collect();
+        let tokenizer = serde_json::json!({
+            "added_tokens": [{"id": 1, "content": "<s>", "special": true, "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false}],
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": "<unk>", "byte_fallback": true},
+            "decoder": {"type": "Sequence", "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"},
+                {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ]},
+        });
+        let path = std::path::Path::new("tokenizer.json");
+        Codec::from_bytes(path, tokenizer.to_string().as_bytes(), &serde_json::Value::Null).unwrap()
+    }
+
+    fn text_after(codec: &Codec, prompt: &[i64], tokens: &[i64]) -> String {
+        let mut detokenizer = Detokenizer::after(prompt);
+        let pieces: Vec<String> =
+            tokens.iter().map(|&token| detokenizer.push(codec, token).unwrap()).collect();
+        pieces.concat() + &detokenizer.finish(codec).unwrap()
+    }
+
+    #[test]
+    fn spaces_stay_behind_prompts_and_behind_tokens_that_hide() {
+        let codec = words_and_bytes();
+        assert_eq!(text_after(&codec, &[1, 3, 4], &[2, 3, 4]), " of acup", "the prompt is before it");
+        assert_eq!(text_after(&codec, &[], &[3, 4, 1, 2, 1, 1, 3]), "acup of a");
+    }
+
+    #[test]
+    fn words_are_whole_whatever_bytes_stand_beside_them() {
+        let codec = words_and_bytes();
+        assert_eq!(text_after(&codec, &[4], &[4, 5, 6, 7, 4]), "cupAécup", "bytes that are characters");
+        for seed in 0..2000 {
+            let mut random = Random(seed);
+            let tokens: Vec<i64> = (0..random.below(14)).map(|_| 1 + random.below(8) as i64).collect();
+            let text = text_after(&codec, &[4], &tokens);
+            let words = |token: &i64| match token {
+                2 => " of",
+                3 => " a",
+                4 => "cup",
+                _ => "",
+            };
+            let expected: String = tokens.iter().map(words).collect();
+            let seen: String = text.chars().filter(|c| c.is_ascii_lowercase() || *c == ' ').collect();
+            assert_eq!(seen, expected, "{tokens:?}: {text}");
         }
     }
 

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use ferrospeed_comm::Group;
 use ferrospeed_models::decoder::{Spread, dtype_of_name};
-use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, ModelConfig, ModelFiles, TextFiles};
 use ferrospeed_nn::Parameters;
 use ferrospeed_nn::moe::{ExpertRanks, RankTokens};
@@ -120,6 +119,8 @@ pub struct OpenOptions {
     pub weights: Option<Vec<PathBuf>>,
     /// Where the weights wait until a pass needs them.
     pub home: WeightsHome,
+    /// The directory of the model that an adapter is of, where it is not the one that the adapter names.
+    pub base: Option<PathBuf>,
 }
 
 impl Default for OpenOptions {
@@ -134,6 +135,7 @@ impl Default for OpenOptions {
             ranks: None,
             weights: None,
             home: WeightsHome::Device,
+            base: None,
         }
     }
 }
@@ -149,8 +151,8 @@ pub fn codec_of(files: &ModelFiles, vocabulary: usize) -> Result<Codec> {
 }
 
 /// Refuses what [`open`] would refuse on each of so many ranks, without reading a weight.
-pub fn check(path: &Path, division: Division, ranks: usize) -> Result<()> {
-    let files = ModelFiles::open(path)?;
+pub fn check(path: &Path, base: Option<&Path>, division: Division, ranks: usize) -> Result<()> {
+    let files = ModelFiles::open_on(path, base)?;
     let ModelConfig::Decoder(config) = files.model()? else {
         return Err(ServeError::NoDecoder(path.to_path_buf()));
     };
@@ -164,11 +166,11 @@ pub fn check(path: &Path, division: Division, ranks: usize) -> Result<()> {
     Ok(files.weights().check(Decoder::new(*config).parameters().as_slice())?)
 }
 
-/// Opens the model in a Hugging Face directory or a GGUF file; also says how many blocks its cache has.
+/// Opens the model in a Hugging Face directory, a GGUF file or a directory with an adapter; also says how many blocks its cache has.
 pub fn open(path: &Path, options: &OpenOptions, device: &Device) -> Result<(Arc<ModelFacts>, Runner, u32)> {
     let files = match &options.weights {
         Some(weights) => ModelFiles::open_with_weights(path, weights)?,
-        None => ModelFiles::open(path)?,
+        None => ModelFiles::open_on(path, options.base.as_deref())?,
     };
     let ModelConfig::Decoder(config) = files.model()? else {
         return Err(ServeError::NoDecoder(path.to_path_buf()));
@@ -180,7 +182,7 @@ pub fn open(path: &Path, options: &OpenOptions, device: &Device) -> Result<(Arc<
     };
     files.weights().check(model.parameters().as_slice())?;
     let dtype = options.dtype.as_deref().and_then(dtype_of_name).unwrap_or(files.dtype());
-    let store = attach(&model, path, dtype, device, files.weights(), options)?;
+    let store = attach(&model, &files, dtype, device, options)?;
     let block_bytes = (model.page_bytes_per_token() * BLOCK_TOKENS) as u64;
     let useful = model.longest_paged().div_ceil(BLOCK_TOKENS).saturating_mul(options.running.max(1));
     let blocks = (options.cache_bytes / block_bytes.max(1)).min(useful as u64);
@@ -216,13 +218,12 @@ pub fn open(path: &Path, options: &OpenOptions, device: &Device) -> Result<(Arc<
 /// of weights that come and go.
 fn attach(
     model: &Decoder,
-    directory: &Path,
+    files: &ModelFiles,
     dtype: DType,
     device: &Device,
-    weights: &WeightFiles,
     options: &OpenOptions,
 ) -> Result<Option<Arc<ZeroStore>>> {
-    let asked = options.packed;
+    let (asked, weights, directory) = (options.packed, files.source(), files.path());
     let rank = options.ranks.as_ref().map_or(0, |(group, _)| group.rank());
     let all = model.parameters();
     let is_own = |param: &&Param| all.holder(param).is_none_or(|holder| holder.rank == rank);
@@ -231,7 +232,7 @@ fn attach(
     // Tables, which files may hold in few bits too, are looked up whole; a GPU multiplies all experts at once, by whole weights.
     let is_whole = |param: &Param| !device.backend().is_host() && param.name().contains(".experts.");
     let packing_of = |param: &Param| {
-        let bits = asked.or_else(|| weights.packed(param)).filter(|_| !is_whole(param))?;
+        let bits = asked.or_else(|| files.weights().packed(param)).filter(|_| !is_whole(param))?;
         model.packing(param, bits)
     };
     let is_packed = params.iter().any(|param| packing_of(param).is_some());

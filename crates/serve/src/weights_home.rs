@@ -10,8 +10,8 @@ use std::sync::Arc;
 use ferrospeed_comm::World;
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_engine::{Options, Setup, initialize_model};
-use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_nn::Parameters;
+use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{DType, Device};
 use ferrospeed_zero::ZeroStore;
 use serde_json::{Value, json};
@@ -67,7 +67,7 @@ pub(crate) fn attach_away(
     parameters: &Parameters,
     dtype: DType,
     device: &Device,
-    weights: &WeightFiles,
+    weights: &dyn ParamSource,
     home: &WeightsHome,
 ) -> Result<Arc<ZeroStore>> {
     let failed = |error: &dyn std::fmt::Display| ServeError::Away(error.to_string());

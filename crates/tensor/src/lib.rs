@@ -23,6 +23,7 @@ pub mod autograd;
 pub mod backend;
 pub mod beside;
 mod block_layout;
+pub mod borrow;
 pub mod documents;
 pub mod dtype;
 pub mod error;
@@ -48,6 +49,7 @@ pub mod tensor;
 
 pub use backend::{Activation, Device, NormKind, Window2d, with_category};
 pub use block_layout::BlockLayout;
+pub use borrow::Borrows;
 pub use documents::Documents;
 pub use dtype::DType;
 pub use error::{Result, TensorError};

@@ -160,9 +160,9 @@ impl std::fmt::Debug for Out<'_> {
 }
 
 impl Tensor {
-    /// This tensor as the place of a kernel's result; an error where another handle sees the host's memory it lies in.
+    /// This tensor as the place of a kernel's result; an error where another handle sees the memory it lies in.
     pub fn out(&mut self) -> Result<Out<'_>> {
-        if self.device().backend().is_host() && !self.is_unshared() {
+        if !self.is_unshared() {
             return Err(TensorError::SharedOutput { tensor: format!("{self:?}") });
         }
         Ok(Out { tensor: self })

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use crate::autograd::GradientSource;
 use crate::backend::{Device, RawBlock};
+use crate::borrow::Borrow;
 use crate::dtype::{DType, Element, Float};
 use crate::error::{Result, TensorError};
 use crate::lent::Ticket;
@@ -54,6 +55,8 @@ pub struct Tensor {
     shape: Shape,
     dtype: DType,
     source: Option<GradientSource>,
+    /// Whose value it looks at, where a store has lent it.
+    borrow: Option<Arc<Borrow>>,
 }
 
 impl Tensor {
@@ -81,7 +84,7 @@ impl Tensor {
             })?;
         let block = device.backend().allocate(bytes, category)?;
         let buffer = Buffer { device: device.clone(), block, category, owner: Owner::Pool };
-        Ok(Tensor { buffer: Arc::new(buffer), offset_bytes: 0, shape, dtype, source: None })
+        Ok(Tensor { buffer: Arc::new(buffer), offset_bytes: 0, shape, dtype, source: None, borrow: None })
     }
 
     /// Zeros.
@@ -159,7 +162,7 @@ impl Tensor {
         let block = RawBlock { address: pointer, capacity_bytes: counted_bytes };
         let buffer =
             Buffer { device: device.clone(), block, category, owner: Owner::External { _owner: owner } };
-        Tensor { buffer: Arc::new(buffer), offset_bytes: 0, shape, dtype, source: None }
+        Tensor { buffer: Arc::new(buffer), offset_bytes: 0, shape, dtype, source: None, borrow: None }
     }
 
     /// Copies host values to a device.
@@ -263,7 +266,18 @@ impl Tensor {
             shape: self.shape,
             dtype: self.dtype,
             source: None,
+            borrow: None,
         }
+    }
+
+    /// The same, and all that is made of it shares the borrow: see [`crate::borrow`].
+    pub(crate) fn borrowed(self, borrow: Arc<Borrow>) -> Tensor {
+        Tensor { borrow: Some(borrow), ..self }
+    }
+
+    /// The borrow that it shares.
+    pub(crate) fn borrow(&self) -> Option<&Arc<Borrow>> {
+        self.borrow.as_ref()
     }
 
     /// What was given with this memory, where it is lent.
@@ -297,7 +311,7 @@ impl Tensor {
             ));
         }
         let offset_bytes = self.offset_bytes + start * self.dtype.size_bytes();
-        Ok(Tensor { buffer: self.buffer.clone(), offset_bytes, shape, dtype: self.dtype, source: None })
+        Ok(Tensor { offset_bytes, shape, source: None, ..self.clone() })
     }
 
     /// Several tensors of one type that lie behind each other in one buffer, as one; `None` where they do not.

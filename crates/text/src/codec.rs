@@ -208,6 +208,18 @@ impl Codec {
         self.decode_with(ids, false)
     }
 
+    /// How one token reads in the middle of a text: with its space, and special ones by their names.
+    pub fn token_text(&self, id: i64) -> Result<String> {
+        // Decoders take the space before a first word away, so another stands before it.
+        let before: Vec<i64> = self.encode("a")?.into_iter().map(i64::from).collect();
+        let alone = self.decode_all(&before)?;
+        let both = self.decode_all(&[before.as_slice(), &[id]].concat())?;
+        match both.strip_prefix(&alone) {
+            Some(text) => Ok(text.to_owned()),
+            None => self.decode_all(&[id]),
+        }
+    }
+
     fn decode_with(&self, ids: &[i64], skips_special: bool) -> Result<String> {
         match self {
             Codec::Bytes => {

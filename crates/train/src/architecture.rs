@@ -10,6 +10,7 @@ use ferrospeed_models::decoder::FeedForward;
 use ferrospeed_models::{DecoderConfig, ModelConfig, WindowRule};
 use serde_json::Value;
 
+use crate::checkpoint::AdapterState;
 use crate::error::{Result, TrainError};
 use crate::resume::Starts;
 
@@ -29,6 +30,37 @@ impl Starts {
 /// Refuses a model that would compute something else with the weights of a checkpoint.
 pub(crate) fn check_same(checkpoint: &Path, before: &Value, now: &Value) -> Result<()> {
     let differences = differences(before, now, forget_training);
+    match differences.is_empty() {
+        true => Ok(()),
+        false => Err(TrainError::AnotherModel { checkpoint: checkpoint.to_path_buf(), differences }),
+    }
+}
+
+/// Refuses adapters that would compute something else with the parameters of a checkpoint, or on other weights.
+pub(crate) fn check_adapter(
+    checkpoint: &Path,
+    before: Option<&AdapterState>,
+    now: Option<&AdapterState>,
+) -> Result<()> {
+    let (Some(before), Some(now)) = (before, now) else { return Ok(()) };
+    let mut differences = Vec::new();
+    // What is dropped is of training, and where the model lies is its directory's business: its weights tell it.
+    let is_told = |key: &&String| !["lora_dropout", "base_model_name_or_path"].contains(&key.as_str());
+    let keys: BTreeSet<&String> = [&before.config, &now.config]
+        .into_iter()
+        .filter_map(Value::as_object)
+        .flat_map(|fields| fields.keys())
+        .collect();
+    for key in keys.into_iter().filter(is_told) {
+        let [then, here] = [&before.config[key], &now.config[key]];
+        if then != here {
+            differences.push(format!("adapter: {key}: {then} -> {here}"));
+        }
+    }
+    if before.weights != now.weights {
+        differences
+            .push("model.path: its weights are not those that the adapters were trained on".to_owned());
+    }
     match differences.is_empty() {
         true => Ok(()),
         false => Err(TrainError::AnotherModel { checkpoint: checkpoint.to_path_buf(), differences }),

@@ -88,6 +88,18 @@ pub(crate) struct RunState {
     /// Its best validation.
     #[serde(default)]
     pub(crate) best: Best,
+    /// Where adapters are trained: how, and on which weights.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) adapter: Option<AdapterState>,
+}
+
+/// What the trained parameters of a run with adapters mean something beside: its checkpoints hold no others.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct AdapterState {
+    /// As PEFT would be told.
+    pub(crate) config: Value,
+    /// What tells the model's weights from others.
+    pub(crate) weights: u32,
 }
 
 /// Where a run went on.
@@ -110,6 +122,8 @@ pub(crate) struct Checkpoints {
     in_background: bool,
     /// Whether optimizer states of what is loaded are left where they are.
     fresh_optimizer: bool,
+    /// Whether only what is trained is saved: the rest is in the directory of the model.
+    without_frozen: bool,
 }
 
 impl Checkpoints {
@@ -120,6 +134,7 @@ impl Checkpoints {
             recipe: recipe.save.clone(),
             in_background: false,
             fresh_optimizer,
+            without_frozen: recipe.adapter.is_some(),
         }
     }
 
@@ -151,7 +166,12 @@ impl Checkpoints {
         let count = candidates.len();
         for (index, (dir, tag)) in candidates.into_iter().enumerate() {
             let load_optimizer_states = !self.fresh_optimizer;
-            let options = LoadOptions { tag: Some(&tag), load_optimizer_states, ..Default::default() };
+            let options = LoadOptions {
+                tag: Some(&tag),
+                load_optimizer_states,
+                frozen_may_be_missing: self.without_frozen,
+                ..Default::default()
+            };
             let error = match engine.load_checkpoint(&dir, &options) {
                 Ok(loaded) => {
                     let state = serde_json::from_value(loaded.client_state.clone()).ok();
@@ -203,6 +223,7 @@ impl Checkpoints {
         SaveOptions {
             client_state: serde_json::to_value(state).unwrap_or(Value::Null),
             data_position: Some(position),
+            exclude_frozen_parameters: self.without_frozen,
             retention: Retention {
                 keep_last: keep_last.map(|count| usize::try_from(count).unwrap_or(usize::MAX)),
                 keep_every_steps: recipe.and_then(|save| save.keep_every),

@@ -12,6 +12,7 @@ use ferrospeed_tune::model::{Model, from_hugging_face};
 use ferrospeed_tune::plan::{Operands, Plan, Processor, Purpose, Request, Tier, plan};
 use serde_json::{Value, json};
 
+use crate::adapter::frozen_and_adapters;
 use crate::recipe::Recipe;
 
 /// What a recipe needs of each rank, and what each does in a step.
@@ -31,7 +32,9 @@ impl Expected {
         if mesh.pipe.get() > 1 {
             return None;
         }
-        let shape = from_hugging_face(model).ok()?.in_slices(mesh.tensor.get() as u64);
+        let (frozen, adapters) = frozen_and_adapters(recipe, model);
+        let shape = from_hugging_face(model).ok()?.with_adapters(frozen, adapters);
+        let shape = shape.in_slices(mesh.tensor.get() as u64);
         let shape = shape.with_experts_over(mesh.expert.get() as u64)?;
         let sequence_ranks = mesh.sequence.get() as u64;
         let request = Request {

@@ -99,7 +99,7 @@ impl RunFolder {
 
     /// Whether a run has left its weights.
     pub fn holds_weights(&self) -> bool {
-        let named = ["model.safetensors", "model.safetensors.index.json"];
+        let named = ["model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"];
         named.iter().any(|name| self.model().join(name).exists())
     }
 

@@ -9,6 +9,7 @@ use std::ops::Range;
 use ferrospeed_config::Unresolved;
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, DecoderConfig, ModelConfig, WindowRule};
+use ferrospeed_nn::adapter::part_of;
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{PackedWeight, Packing, Param, Result};
 use serde_json::Value;
@@ -134,7 +135,8 @@ impl FirstWeights {
         teacher: Option<(LayerReduction, DecoderConfig)>,
     ) -> Result<FirstWeights, ferrospeed_models::ModelError> {
         let Some((reduction, teacher)) = teacher else {
-            files.check(decoder.parameters().as_slice())?;
+            let own = decoder.parameters().as_slice().iter().filter(|param| part_of(param.name()).is_none());
+            files.check(&own.cloned().collect::<Vec<Param>>())?;
             return Ok(FirstWeights { files, taken: None });
         };
         let blocks = teacher.names.blocks;

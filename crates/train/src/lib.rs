@@ -3,6 +3,7 @@
 //! [`Recipe`] says what to train on what ([`recipe`]); [`run`] does it and fills a run's folder ([`folder`]). The
 //! terminal is the caller's: [`Progress`] tells it what happens.
 
+mod adapter;
 mod analysis;
 mod architecture;
 mod best;
@@ -30,6 +31,7 @@ mod routing;
 mod run;
 mod told;
 
+pub use adapter::frozen_and_adapters;
 pub use analysis::{analyze, recipe_of_files};
 pub use checkpoint::{Ending, Resumed, StopRequests};
 pub use error::{Result, TrainError};

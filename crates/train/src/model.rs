@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use ferrospeed_comm::Mesh;
 use ferrospeed_config::DataType;
+use ferrospeed_models::adapter::AdapterFiles;
 use ferrospeed_models::config::{read_config, with_dropout};
-use ferrospeed_models::decoder::{FeedForward, MlpChunks, Positions, Spread};
+use ferrospeed_models::decoder::{FeedForward, MlpChunks, Spread};
 use ferrospeed_models::gguf::is_gguf;
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
@@ -13,11 +14,13 @@ use ferrospeed_models::{Decoder, DecoderConfig, ModelConfig, ModelError, WindowR
 use ferrospeed_nn::moe::ExpertRanks;
 use ferrospeed_nn::sparse_attention::SparseAttention;
 use ferrospeed_nn::tensor_parallel::{Between, Slices};
-use ferrospeed_nn::{SequenceMethod, Stages};
+use ferrospeed_nn::{Parameters, SequenceMethod, Stages};
 use ferrospeed_pipeline::partition::Measured;
+use ferrospeed_tensor::Param;
 use ferrospeed_text::Codec;
 use serde_json::Value;
 
+use crate::adapter::Asked;
 use crate::error::Result;
 use crate::layer_reduction::{FirstWeights, LayerReduction};
 use crate::recipe::{ModelRecipe, Recipe};
@@ -29,6 +32,8 @@ pub(crate) struct BuiltModel {
     pub(crate) config: Value,
     /// The weights to start from; `None` starts from the initialisers.
     pub(crate) weights: Option<FirstWeights>,
+    /// The adapter to start from.
+    pub(crate) adapter: Option<AdapterFiles>,
 }
 
 /// A model's configuration, read and understood.
@@ -75,6 +80,23 @@ fn spread(recipe: &Recipe, mesh: Option<&Mesh>) -> Result<Spread> {
         ranks => Some(ExpertRanks::from(&mesh.expert(ranks, recipe.expert_order())?.expert)),
     };
     Ok(Spread { slices, experts })
+}
+
+/// Freezes what a recipe says is not trained; every pattern that means nothing is a line.
+fn freeze(recipe: &Recipe, parameters: &Parameters) -> Vec<String> {
+    let patterns = &recipe.model.frozen;
+    let mut problems: Vec<String> = Vec::new();
+    for pattern in patterns.iter().filter(|pattern| parameters.freeze(pattern) == 0) {
+        let some: Vec<&str> = parameters.names().into_iter().take(4).collect();
+        problems.push(format!(
+            "model.frozen: '{pattern}' is the name of no parameter; there are {} …, and * stands for anything",
+            some.join(", ")
+        ));
+    }
+    if !patterns.is_empty() && !parameters.as_slice().iter().any(Param::is_trainable) {
+        problems.push("model.frozen: leaves nothing to train".to_owned());
+    }
+    problems
 }
 
 /// Why a model cannot be divided into the stages that a recipe asks for. What is wrong with its configuration otherwise is
@@ -190,14 +212,23 @@ impl ModelPlan {
             json["bos_token_id"] = codec.and_then(Codec::begin_token).into();
             json["eos_token_id"] = codec.and_then(Codec::end_token).into();
         }
-        let built = spread(recipe, mesh).and_then(|spread| Ok(Decoder::spread(self.config, &spread)?));
+        let asked = Asked::of(recipe).map_err(|problem| [&problems[..], &[problem]].concat())?;
+        let told = |error: &dyn std::fmt::Display| vec![format!("model: {error}")];
+        let built = spread(recipe, mesh).map_err(|error| told(&error)).and_then(|spread| match &asked {
+            Some(asked) => asked.build(self.config, &spread),
+            None => Decoder::spread(self.config, &spread).map_err(|error| told(&error)),
+        });
         let mut decoder = match built {
             Ok(decoder) => decoder,
-            Err(error) => {
-                problems.push(format!("model: {error}"));
+            Err(found) => {
+                problems.extend(found);
                 return Err(problems);
             }
         };
+        problems.extend(freeze(recipe, decoder.parameters()));
+        if asked.is_some() && self.teacher.is_some() {
+            problems.push("adapter: a student of fewer layers (compression_training.layer_reduction) learns with all its weights; leave out one of the two".to_owned());
+        }
         decoder.set_activation_checkpointing(recipe.model.activation_checkpointing);
         decoder.set_mlp_chunks(recipe.model.mlp_chunks());
         if let Some(training) = &recipe.training {
@@ -214,7 +245,12 @@ impl ModelPlan {
                 .and_then(|weights| FirstWeights::of(weights, &decoder, self.teacher));
             opened.map_err(|error| problems.push(format!("model.path: {error}"))).ok()
         });
-        if problems.is_empty() { Ok(BuiltModel { decoder, config: json, weights }) } else { Err(problems) }
+        let adapter = asked.and_then(|asked| asked.files);
+        if problems.is_empty() {
+            Ok(BuiltModel { decoder, config: json, weights, adapter })
+        } else {
+            Err(problems)
+        }
     }
 
     fn misfits(&self, recipe: &Recipe, codec: Option<&Codec>) -> Vec<String> {
@@ -330,12 +366,11 @@ impl ModelPlan {
 pub(crate) fn slow_attention(model: &DecoderConfig, data_type: DataType) -> Option<String> {
     let (what, help) = if data_type == DataType::Fp32 {
         ("f32", "enable bf16 or fp16")
-    } else if model.attention_dropout > 0.0 {
-        ("dropout of its weights", "model.dropout = 0 (--set model.dropout=0) trains without")
-    } else if model.positions == Positions::Alibi {
-        ("ALiBi", "short sequences cost least")
-    } else if model.head_dim > 128 {
-        ("heads of more than 128 channels", "short sequences cost least")
+    } else if model.head_dim > 256 || !model.head_dim.is_multiple_of(8) {
+        (
+            "heads of more than 256 channels, or of a number that 8 does not divide,",
+            "short sequences cost least",
+        )
     } else {
         return None;
     };
@@ -388,14 +423,13 @@ mod tests {
             Ok(ModelConfig::Decoder(config)) => config,
             other => panic!("{other:?}"),
         };
-        // Dropout is 0.1 where this family's config.json does not say.
-        let gpt2 = json!({ "model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1, "vocab_size": 32 });
-        let told = slow_attention(&of(gpt2.clone()), DataType::Bf16).unwrap();
-        assert!(told.contains("dropout of its weights") && told.contains("--set model.dropout=0"), "{told}");
-        let mut config = of(with_dropout(gpt2, 0.0));
+        let mut config =
+            of(json!({ "model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1, "vocab_size": 32 }));
         assert_eq!(slow_attention(&config, DataType::Bf16), None);
         assert!(slow_attention(&config, DataType::Fp32).unwrap().contains("enable bf16"));
-        config.head_dim = 192;
-        assert!(slow_attention(&config, DataType::Fp16).unwrap().contains("128 channels"));
+        for (channels, is_told) in [(192, false), (256, false), (264, true), (60, true)] {
+            config.head_dim = channels;
+            assert_eq!(slow_attention(&config, DataType::Fp16).is_some(), is_told, "{channels}");
+        }
     }
 }

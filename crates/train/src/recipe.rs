@@ -17,6 +17,12 @@
 //! activation_checkpointing = true       # blocks are computed again in backward instead of kept
 //! mlp_chunk = 8192                      # tokens that feed-forward layers take at a time; 0: all; default: by their number
 //!
+//! # frozen = ["model.embed_tokens*"]    # parameters that stay as they are
+//!
+//! [adapter]                # in place of the model's weights, which stay as they are, adapters of its layers are trained
+//! rank = 16
+//! target_modules = "all-linear"         # or ["q_proj", "v_proj"]
+//!
 //! [data]                   # exactly one kind of data:
 //! text = ["README.md", "crates"]        # files, or folders with…
 //! extensions = ["md", "rs"]             # …these files
@@ -76,6 +82,7 @@
 //! Paths are relative to the folder the command is run in. Everything that is wrong is reported together, before any
 //! rank starts. `docs/recipes.md` says more.
 
+mod adapter;
 mod objective;
 mod problems;
 mod schema;
@@ -96,6 +103,7 @@ use serde_json::Value;
 use crate::error::{Result, TrainError};
 use crate::mesh::MeshSizes;
 
+pub use adapter::{AdapterRecipe, TargetsRecipe};
 pub use objective::ObjectiveRecipe;
 pub use trainer::trainer_defaults;
 pub use training::TrainingRecipe;
@@ -125,6 +133,9 @@ pub struct Recipe {
     pub objective: Option<ObjectiveRecipe>,
     /// What is trained.
     pub model: ModelRecipe,
+    /// What is trained in place of its weights.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adapter: Option<AdapterRecipe>,
     /// What it is trained on.
     pub data: DataRecipe,
     /// What fills the `"auto"`s of the ds_config.
@@ -187,6 +198,9 @@ pub struct ModelRecipe {
     /// recomputed anyway.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mlp_chunk: Option<u64>,
+    /// Parameters that are not trained, by their names, in which `*` stands for anything.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub frozen: Vec<String>,
 }
 
 /// What it is trained on: exactly one kind of data, and how it is cut.

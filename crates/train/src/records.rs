@@ -115,12 +115,13 @@ pub(crate) fn go_back_in_curves(monitors: &Monitors, samples: u64, notes: &mut V
     match CsvMonitor::go_back(folder, &csv.job_name, samples, &["Train/", "Validation/"]) {
         Ok(0) => {}
         Ok(rows) => notes.push(format!(
-            "{}: {rows} row{} from after the checkpoint {} taken away",
+            "{}: {rows} row{} from {} {} taken away",
             folder.join(&csv.job_name).display(),
             if rows == 1 { "" } else { "s" },
+            if samples == 0 { "an attempt without a checkpoint" } else { "after the checkpoint" },
             if rows == 1 { "is" } else { "are" },
         )),
-        Err(error) => notes.push(format!("{error}; steps from after the checkpoint will be there twice")),
+        Err(error) => notes.push(format!("{error}; steps that are taken again will be there twice")),
     }
 }
 

@@ -20,8 +20,10 @@ use ferrospeed_engine::{
     initialize_pipeline, machine,
 };
 use ferrospeed_models::Decoder;
+use ferrospeed_models::adapter::AdapterFiles;
 use ferrospeed_models::decoder::{CheckpointTimes, FeedForward};
 use ferrospeed_nn::SequenceParallel;
+use ferrospeed_nn::adapter::Start;
 use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_observe::EvalRecord;
 use ferrospeed_observe::monitor::TensorBoard;
@@ -32,8 +34,9 @@ use ferrospeed_text::Codec;
 use ferrospeed_tune::plan::{Operands, Processor};
 use serde_json::{Value, json};
 
+use crate::adapter;
 use crate::best::{Best, Standing};
-use crate::checkpoint::{Checkpoints, Ending, StopRequests};
+use crate::checkpoint::{AdapterState, Checkpoints, Ending, StopRequests};
 use crate::curriculum::Order;
 use crate::data_state::DataState;
 use crate::error::{Result, TrainError};
@@ -104,6 +107,8 @@ struct Run<'a> {
     best: Best,
     /// With `activation_checkpointing.profile`.
     checkpoint_times: Option<Arc<CheckpointTimes>>,
+    /// What checkpoints of a run with adapters say of them.
+    adapter: Option<AdapterState>,
 }
 
 /// Runs a recipe on this rank; all ranks call it together.
@@ -118,7 +123,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     let recipe = &recipe.with_steps_of(sequences.count(Split::Train)).map_err(|error| {
         TrainError::Recipe { path: job.path.to_path_buf(), problems: vec![error.to_string()] }
     })?;
-    let BuiltModel { decoder: mut model, config: model_config, weights } = model;
+    let BuiltModel { decoder: mut model, config: model_config, weights, adapter: first_adapter } = model;
     if sizes.sequence.get() > 1 {
         let sequence = SequenceParallel::new(mesh.sequence()?, recipe.sequence_method());
         model.set_sequence_parallel(Some(sequence));
@@ -139,15 +144,17 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     // Before anything is counted or traced.
     let wire_bytes_per_s = machine::sent_bytes_per_s(&job.world)?;
     let data = DataState::of(recipe, &sequences)?;
+    let weights_read = weights.as_ref().map(FirstWeights::fingerprint).transpose()?;
     let mut setup = Setup::new(config, job.world.clone(), job.device.clone());
     setup.seed = recipe.seed;
     setup.read = json!({
         "model.config": model_config,
-        "model.path": weights.as_ref().map(FirstWeights::fingerprint).transpose()?,
+        "model.path": weights_read,
+        "adapter.path": first_adapter.as_ref().map(AdapterFiles::fingerprint).transpose()?,
         "data": data,
     });
     let made_from = json!({
-        "read": setup.read, "seed": recipe.seed, "dtype": format!("{:?}", setup.config.precision.data_type()),
+        "read": setup.read, "adapter": recipe.adapter, "seed": recipe.seed, "dtype": format!("{:?}", setup.config.precision.data_type()),
         "rows": [sequences.count(Split::Train), sequences.count(Split::Validation)],
     });
     // The recipe says after how many bad steps a run ends.
@@ -169,6 +176,12 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         wandb.dir.get_or_insert_with(|| folder.wandb().display().to_string());
     }
     let source = weights.as_ref().map(|weights| weights as &dyn ParamSource);
+    // What is trained beside the model's weights begins with what was saved of it, or with what changes nothing.
+    let saved = first_adapter.as_ref().map(|adapter| adapter as &dyn ParamSource);
+    let with_adapters = source.filter(|_| model.adapters().is_some());
+    let beginning =
+        with_adapters.map(|own| Start::new(own, saved, recipe.seed, model.parameters().as_slice()));
+    let source = beginning.as_ref().map(|beginning| beginning as &dyn ParamSource).or(source);
     let spares_vectors = recipe.spares_vectors();
     let mut options = Options { source, spares_vectors, ..Default::default() };
     if sizes.ranks_of_a_sample() > 1 {
@@ -198,6 +211,8 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         );
     }
 
+    let adapter_state = adapter::config(&model, recipe.model.path.as_deref())
+        .map(|config| AdapterState { config, weights: weights_read.unwrap_or_default() });
     let health = Health::new(recipe.max_bad_steps, engine.config().precision, 0, Trail::default());
     let mut run = Run {
         order: Order::new(sequences.count(Split::Train), recipe.seed, admission, engine.config().data_seed),
@@ -216,6 +231,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         health,
         best: Best::default(),
         checkpoint_times,
+        adapter: adapter_state,
     };
     // A schedule that follows a metric follows the validation loss, where there is one as training goes on.
     let validates = recipe.eval.every > 0 && run.sequences.count(Split::Validation) > 0;
@@ -232,12 +248,14 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     if done.is_some_and(|done| done >= recipe.steps) {
         run.health.finish_at_once().map_err(|divergence| divergence.verdict(&folder.checkpoints()))?;
     }
+    // An attempt that ended before its first checkpoint is made again from the first step.
+    let begins_again = resumed.is_none() && job.resume == Resume::Newest && folder.log().exists();
     let mut records = if rank == 0 {
         folder.create()?;
         copy_companions(recipe, run.codec.as_ref(), &folder.model())?;
         write_config(recipe, &run.engine, folder)?;
         let goes_on_here = resumed.as_ref().is_some_and(|resumed| folder.holds_checkpoint(&resumed.path));
-        if goes_on_here {
+        if goes_on_here || begins_again {
             let samples = run.engine.global_samples();
             go_back_in_curves(&run.engine.config().monitors, samples, &mut all_warnings);
         }
@@ -391,7 +409,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         unsaved = unsaved.or(written.err().map(|error| format!("its trace is missing: {error}")));
     }
     if summary.ending != Ending::Left && !job.is_experiment {
-        match export(&run.engine, &run.model, &run.model_config, &folder.model()) {
+        match run.export(&folder.model()) {
             // All ranks have failed together.
             Err(TrainError::Checkpoint(error)) if !matches!(error, CheckpointError::Comm(_)) => {
                 let kept = summary.checkpoint.as_ref().map_or(String::new(), |path| {
@@ -480,6 +498,14 @@ impl Run<'_> {
         Ok(Some(record))
     }
 
+    /// Writes what was trained as others read it. All ranks call it together.
+    fn export(&self, folder: &Path) -> Result<()> {
+        match (&self.recipe.model.path, self.model.adapters()) {
+            (Some(base), Some(_)) => adapter::export(&self.engine, &self.model, base, folder),
+            _ => export(&self.engine, &self.model, &self.model_config, folder),
+        }
+    }
+
     /// Holds a validation against those before, and keeps the weights where none was better. All ranks have the same record.
     fn compare(
         &mut self,
@@ -493,7 +519,7 @@ impl Run<'_> {
             if leads {
                 copy_companions(self.recipe, self.codec.as_ref(), &folder.best_model())?;
             }
-            match export(&self.engine, &self.model, &self.model_config, &folder.best_model()) {
+            match self.export(&folder.best_model()) {
                 // All ranks have failed together, and the one before is whole.
                 Err(TrainError::Checkpoint(error)) if !matches!(error, CheckpointError::Comm(_)) => {
                     if leads {
@@ -562,6 +588,10 @@ fn flops_per_token(model: &Decoder, sequence: u64) -> f64 {
         FeedForward::Plain { .. } | FeedForward::Gated { .. } | FeedForward::GatedPacked { .. } => 0.0,
     };
     let multiplied = multiplied - idle;
+    // A weight that is not trained gets no gradient, which is one of the three products.
+    let frozen =
+        model.parameters().as_slice().iter().filter(|param| !param.is_trainable() && !param.is_table());
+    let frozen = frozen.map(|param| param.whole_shape().numel() as f64).sum::<f64>().min(multiplied);
     let seen = sequence as f64 * model.attended_share(usize::try_from(sequence).unwrap_or(usize::MAX));
-    6.0 * multiplied + 12.0 * (config.layers * config.heads * config.head_dim) as f64 * seen
+    6.0 * multiplied - 2.0 * frozen + 12.0 * (config.layers * config.heads * config.head_dim) as f64 * seen
 }

@@ -177,8 +177,8 @@ pub fn step_work(request: &Request<'_>) -> StepWork {
     // Weights are read forward and backward, and once more where forward runs again; gradients are written.
     let weights = step.params() * step.width() * if request.checkpoint_activations { 4.0 } else { 3.0 };
     let updated = match request.config.zero.stage {
-        Stage::Off => step.params(),
-        _ => step.params() / step.ranks(),
+        Stage::Off => step.trained(),
+        _ => step.trained() / step.ranks(),
     };
     StepWork {
         flops: step.flops_per_token() * step.tokens() * micro_batches,
@@ -218,7 +218,13 @@ impl Step<'_> {
     }
 
     fn params(&self) -> f64 {
-        self.request.model.size().total_params as f64
+        let (_, adapters) = self.request.model.frozen_and_adapters();
+        self.request.model.size().total_params.saturating_add(adapters) as f64
+    }
+
+    /// Those that get gradients.
+    fn trained(&self) -> f64 {
+        self.params() - self.request.model.frozen_and_adapters().0 as f64
     }
 
     /// Experts that this rank holds, in parameters, and on how many ranks those of a layer are.
@@ -261,7 +267,9 @@ impl Step<'_> {
         let multiplied = (self.params() - table - held + chosen).max(0.0);
         let attention =
             (shape.layers * shape.heads * shape.head_dim) as f64 * self.request.sequence_length as f64;
-        let once = 6.0 * multiplied + 12.0 * attention;
+        // What is not trained gets no gradient, which is one of the three products.
+        let frozen = (self.params() - self.trained() - table).clamp(0.0, multiplied);
+        let once = 6.0 * multiplied - 2.0 * frozen + 12.0 * attention;
         match self.request.checkpoint_activations {
             false => once,
             true => {
@@ -308,7 +316,8 @@ impl Step<'_> {
         let gathers = match zero.stage {
             _ if self.is_one_bit() => 0.0,
             Stage::Off => 0.0,
-            Stage::OptimizerStates | Stage::Gradients => 1.0,
+            // What is not trained stays where it is.
+            Stage::OptimizerStates | Stage::Gradients => self.trained() / self.params().max(1.0),
             Stage::Parameters => self.micro_batches() * (1.0 + self.gathered_again()),
         };
         let bytes = self.over_ranks(|params, ranks| {
@@ -339,6 +348,7 @@ impl Step<'_> {
                 _ => params * self.gradient_width() * part(ranks),
             }
         });
+        let bytes = bytes * self.trained() / self.params().max(1.0);
         Sent { reason: Reason::Gradients, bytes: bytes * micro_batches, span: self.span() }
     }
 
@@ -399,7 +409,7 @@ impl Step<'_> {
     /// Bytes between a GPU and its host, and between the host and the disk.
     fn offloaded(&self) -> (f64, f64) {
         let zero = &self.config().zero;
-        let share = self.params() / self.ranks();
+        let share = self.trained() / self.ranks();
         let moved = share * zero.offload_optimizer.ratio;
         let (mut host, mut disk) = (0.0, 0.0);
         // Gradients there, new weights back.

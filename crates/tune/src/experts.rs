@@ -25,6 +25,7 @@ impl Transformer {
             layer_params: self.layer_params.saturating_sub(other),
             expert_params: held,
             params_elsewhere: elsewhere,
+            frozen_params: self.frozen_params.min(total_params),
             size: ModelSize { total_params, ..self.size },
             ..self
         })

@@ -17,7 +17,22 @@ pub enum Model {
     Counts(ModelSize),
 }
 
+impl Transformer {
+    /// The same of which so many parameters are not trained, and so many of adapters are.
+    pub fn with_adapters(self, frozen_params: u64, adapter_params: u64) -> Transformer {
+        Transformer { frozen_params: frozen_params.min(self.size.total_params), adapter_params, ..self }
+    }
+}
+
 impl Model {
+    /// Parameters that are not trained, and those of adapters.
+    pub(crate) fn frozen_and_adapters(&self) -> (u64, u64) {
+        match self {
+            Model::Transformer(transformer) => (transformer.frozen_params, transformer.adapter_params),
+            Model::Counts(_) => (0, 0),
+        }
+    }
+
     /// Its parameters.
     pub fn size(&self) -> ModelSize {
         match self {
@@ -68,6 +83,10 @@ pub struct Transformer {
     pub tied_head: bool,
     /// Parameters of one layer.
     pub layer_params: u64,
+    /// Parameters that are not trained.
+    pub frozen_params: u64,
+    /// Parameters of adapters, which are trained and are in no other count.
+    pub adapter_params: u64,
     /// All parameters, and those of the largest single module.
     pub size: ModelSize,
 }
@@ -195,6 +214,8 @@ fn plain(
         slices: 1,
         tied_head: false,
         layer_params: 0,
+        frozen_params: 0,
+        adapter_params: 0,
         size: ModelSize { total_params: 0, largest_layer_params: 0 },
     }
 }

@@ -52,9 +52,23 @@ impl Planner<'_> {
         self.request.config.zero.stage
     }
 
-    /// What a rank has of the model where nothing is shared out.
+    /// What a rank has of the model and its adapters where nothing is shared out.
     fn params(&self) -> u64 {
-        self.request.model.size().total_params
+        let (_, adapters) = self.request.model.frozen_and_adapters();
+        self.request.model.size().total_params.saturating_add(adapters)
+    }
+
+    /// Those of so many that are trained.
+    fn trained(&self, params: u64) -> u64 {
+        let (frozen, _) = self.request.model.frozen_and_adapters();
+        // What other ranks have of a model that is frozen is frozen too.
+        let elsewhere = if frozen > 0 { params.saturating_sub(self.params()) } else { 0 };
+        params.saturating_sub(frozen).saturating_sub(elsewhere)
+    }
+
+    /// A rank's share of what is trained.
+    fn trained_share(&self) -> u64 {
+        self.trained(self.all_params()).div_ceil(self.sharers())
     }
 
     /// The same and the experts that other ranks have.
@@ -74,10 +88,10 @@ impl Planner<'_> {
     /// The parameters whose states a rank keeps: of a tied weight each of the two stages that have it updates one half.
     fn updated_params(&self) -> u64 {
         let (all, sharers) = match self.stage() {
-            Stage::Off => (self.params(), 1),
-            _ => (self.all_params(), self.sharers()),
+            Stage::Off => (self.trained(self.params()), 1),
+            _ => (self.trained(self.all_params()), self.sharers()),
         };
-        let tied = self.staged.map_or(0, |staged| staged.tied_params);
+        let tied = self.staged.map_or(0, |staged| staged.tied_params).min(all);
         all.saturating_sub(tied).div_ceil(sharers).saturating_add(tied.div_ceil(2 * sharers))
     }
 
@@ -151,6 +165,9 @@ impl Planner<'_> {
             let params = self.params();
             let in_common = self.request.processor == Processor::Cpu && self.stage() != Stage::Off;
             let mut why = format!("all {params} parameters × {width} bytes");
+            if self.trained(params) < params {
+                why.push_str(&format!(", {} of them trained", self.trained(params)));
+            }
             if in_common {
                 why.push_str(", once for all ranks of a host");
             }
@@ -207,8 +224,8 @@ impl Planner<'_> {
     fn gradients(&mut self) {
         let (stage, purpose) = (self.stage(), Purpose::Gradients);
         let (wire, kept) = (self.wire_width(), self.kept_width());
-        let params = self.params();
-        let held = if stage < Stage::Gradients { params } else { self.share() };
+        let params = self.trained(self.params());
+        let held = if stage < Stage::Gradients { params } else { self.trained_share() };
         let why = if held == params {
             format!("all of them × {kept} bytes")
         } else {
@@ -404,8 +421,11 @@ impl Planner<'_> {
         let why = "gradients on their way, the head's in f32, and operands in tiles";
         self.add(Purpose::CommunicationBuffers, Tier::Device, peak.saturating_sub(counted), why);
         if self.gradients_stay() {
+            let trained = self.trained(self.params());
+            let all = shape.size.total_params.max(1) as f64;
+            let of_layer = (trained as f64 / all * shape.layer_params as f64) as u64;
             let [gradients, of_layer] =
-                [self.params(), shape.layer_params].map(|count| count.saturating_mul(self.kept_width()));
+                [trained, of_layer].map(|count| count.saturating_mul(self.kept_width()));
             let gradients =
                 if self.gradients_leave() { gradients.min(GRADIENT_BYTES_UNDER_WAY) } else { gradients };
             let most = peak.max(passing.end(&bytes, gradients, of_layer));

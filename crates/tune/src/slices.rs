@@ -40,7 +40,9 @@ impl Transformer {
         let outside = outside - tables + tables.div_ceil(slices);
         let total_params = self.layers.saturating_mul(layer_params).saturating_add(outside);
         let largest_layer_params = self.size.largest_layer_params.div_ceil(slices);
-        Transformer { layer_params, size: ModelSize { total_params, largest_layer_params }, ..sliced }
+        let frozen_params = self.frozen_params.min(total_params);
+        let size = ModelSize { total_params, largest_layer_params };
+        Transformer { layer_params, frozen_params, size, ..sliced }
     }
 
     /// The bytes of all sums over ranks of one micro-batch, forward and backward: two per layer each way, one for the

@@ -186,7 +186,11 @@ impl Staged<'_> {
         let total_params = blocks.saturating_mul(self.whole.layer_params).saturating_add(outside);
         let largest_layer_params = self.whole.size.largest_layer_params.min(total_params);
         let elsewhere = self.whole.params_elsewhere / self.whole.layers.max(1) * blocks;
+        let all = self.whole.size.total_params.max(1) as f64;
+        let frozen_params = (self.whole.frozen_params as f64 / all * total_params as f64) as u64;
         Transformer {
+            frozen_params,
+            adapter_params: self.whole.adapter_params / self.whole.layers.max(1) * blocks,
             layers: blocks,
             params_elsewhere: elsewhere,
             size: ModelSize { total_params, largest_layer_params },

@@ -68,6 +68,11 @@ impl ZeroStore {
             Which::Gradient if !state.reducer.has_gradients() => {
                 Err(fail("has no gradient now: ask between backward and step".into()))
             }
+            Which::Gradient if !state.reducer.is_averaged() => Err(fail(
+                "has no gradient now: in stages 0 and 1 ranks average what they have added up when the accumulation ends; ask \
+                 after its last backward"
+                    .into(),
+            )),
             Which::Gradient => Ok(share.weights()),
             Which::State(name) => {
                 let names = self
@@ -126,6 +131,7 @@ impl ZeroStore {
         let values: Vec<(&Param, &[f32])> = values.into_iter().collect();
         values.iter().try_for_each(|(param, value)| self.check_new(param, value))?;
         let mut state = self.lock();
+        self.refuse_while_borrowed("setting weights")?;
         // Ranks of a host may have the weights in common: none may still read them.
         let mut changed = Vec::with_capacity(values.len());
         for (param, _) in &values {

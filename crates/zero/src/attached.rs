@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use ferrospeed_tensor::{Lent, ParamStore, RowGradient, Shape, StoreError, Tensor};
+use ferrospeed_tensor::{Borrows, Lent, ParamStore, RowGradient, Shape, StoreError, Tensor};
 
 use crate::error::{Result as ZeroResult, ZeroError};
 use crate::lens::Lens;
@@ -44,6 +44,8 @@ impl State {
 /// What parameters hold. See the module's documentation.
 pub(crate) struct Attached {
     shapes: Vec<Shape>,
+    /// Who looks at the value of every parameter.
+    borrows: Vec<Borrows>,
     /// (group, index in the group) of every parameter.
     pub(crate) places: Vec<(usize, usize)>,
     /// Which parameters' gradients are wanted as rows.
@@ -68,6 +70,7 @@ impl Attached {
         state: State,
     ) -> Attached {
         Attached {
+            borrows: shapes.iter().map(|_| Borrows::default()).collect(),
             shapes,
             places,
             in_rows,
@@ -87,7 +90,7 @@ impl Attached {
         self.updates.check("reading a parameter")?;
         let mut state = self.lock();
         if let Some(residency) = &mut state.residency {
-            return Ok(residency.acquire(index)?);
+            return Ok(self.borrows[index].lend(residency.acquire(index)?));
         }
         let (group, in_group) = self.places[index];
         let share = &state.shares[group];
@@ -95,7 +98,12 @@ impl Attached {
             Some(first) => first.rank * share.layout.part_numel + first.in_part,
             None => 0,
         };
-        Ok(share.values.memory()?.slice(start, self.shapes[index])?)
+        Ok(self.borrows[index].lend(share.values.memory()?.slice(start, self.shapes[index])?))
+    }
+
+    /// The first parameter whose value somebody looks at, and where it was read.
+    pub(crate) fn first_borrowed(&self) -> Option<(usize, String)> {
+        self.borrows.iter().enumerate().find_map(|(index, borrows)| Some((index, borrows.read_at()?)))
     }
 
     /// The value itself, widened.

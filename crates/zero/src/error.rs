@@ -44,6 +44,19 @@ pub enum ZeroError {
         /// What is wrong and what to do.
         why: String,
     },
+    /// What is to be written is being read.
+    #[error(
+        "{call} writes parameter '{name}', but a tensor over its value, read at {read_at}, is still there: drop what \
+         read() gave and its clones and views first, or keep a copy (to_vec())"
+    )]
+    Borrowed {
+        /// What would write it.
+        call: &'static str,
+        /// The parameter.
+        name: String,
+        /// The line that read it.
+        read_at: String,
+    },
     /// The model or its groups differ between ranks.
     #[error(
         "rank {rank} has another model than rank 0: {what}; all ranks must build the same parameters in the same order"

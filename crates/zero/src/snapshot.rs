@@ -185,6 +185,9 @@ impl ZeroStore {
     /// have met before the first of them calls this: the ranks of a host may have the weights in common.
     pub fn write_piece(&self, piece: &SavedPiece, start: usize, values: &[f32]) -> Result<()> {
         let state = self.lock();
+        if piece.value == Saved::Weight {
+            self.refuse_while_borrowed("loading a checkpoint")?;
+        }
         self.holds.wait_for_none();
         let share = &state.shares[self.places()[piece.param].0];
         let at = piece.in_part + start;

@@ -97,6 +97,8 @@ impl ZeroStore {
         if !state.reducer.has_gradients() {
             return Err(ZeroError::Request("step needs a backward since the last step".into()));
         }
+        // Nobody can read more while this has the lock.
+        self.refuse_while_borrowed("step")?;
         state.reducer.settle()?;
         let segments = state.reducer.segments()?;
         if let Some(outcome) = self.step_on_device(&mut state, &segments, optimizer, options)? {

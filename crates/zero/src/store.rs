@@ -231,6 +231,16 @@ impl ZeroStore {
         self.attached.updates.settle(call)
     }
 
+    /// Refuses to write values that a tensor of the program still looks at.
+    pub(crate) fn refuse_while_borrowed(&self, call: &'static str) -> Result<()> {
+        match self.attached.first_borrowed() {
+            None => Ok(()),
+            Some((index, read_at)) => {
+                Err(ZeroError::Borrowed { call, name: self.params[index].name().into(), read_at })
+            }
+        }
+    }
+
     pub(crate) fn homes(&self) -> &Homes {
         &self.homes
     }

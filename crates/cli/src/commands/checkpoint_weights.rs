@@ -7,10 +7,12 @@ use ferrospeed_checkpoint::pt::{TensorTable, Unknown, Value, write_pt};
 use ferrospeed_checkpoint::{Checkpoint, CheckpointError, Dtype, Kind, TensorEntry};
 use ferrospeed_command::{Failure, terminal};
 use ferrospeed_models::ModelError;
+use ferrospeed_models::adapter::{stored_name, write_into};
 use ferrospeed_models::directory::{
     DEFAULT_SHARD_BYTES, GENERATION_FILES, NewDirectory, TOKENIZER_FILES, copy_files, set_dtype, write_config,
 };
 use ferrospeed_models::weights::{TensorToWrite, write_directory, write_file};
+use ferrospeed_nn::adapter::part_of;
 use ferrospeed_tensor::DType;
 
 use super::checkpoint::WeightType;
@@ -224,6 +226,23 @@ fn write_new(
     Ok(kind)
 }
 
+/// Writes adapters under the names that PEFT gives them.
+fn write_adapter(
+    output: &Path,
+    config: &serde_json::Value,
+    tensors: &[TensorToWrite],
+    bytes: &mut dyn FnMut(&TensorToWrite) -> Result<Vec<u8>, ModelError>,
+) -> Result<(), ModelError> {
+    let adapted: Vec<&str> = tensors.iter().filter_map(|tensor| Some(part_of(&tensor.name)?.0)).collect();
+    let stored = |tensor: &TensorToWrite| stored_name(&tensor.name, &adapted);
+    let renamed: Vec<TensorToWrite> =
+        tensors.iter().map(|tensor| TensorToWrite { name: stored(tensor), ..tensor.clone() }).collect();
+    write_into(output, config, &renamed, &mut |wanted| {
+        let own = tensors.iter().find(|tensor| stored(tensor) == wanted.name);
+        own.map_or(Ok(Vec::new()), &mut *bytes)
+    })
+}
+
 /// Gives the type of the weights.
 fn write_model(
     weights: &Weights,
@@ -237,18 +256,30 @@ fn write_model(
         Some(WeightType::Bf16) => Dtype::BF16,
         Some(WeightType::F16) => Dtype::F16,
     };
-    write_safetensors(weights, false, wanted, |tensors, bytes| {
-        write_directory(output, tensors, max_shard_bytes, bytes)
-    })?;
-    let Weights::Ours(checkpoint, _) = weights else { return Ok(wanted) };
-    // A run of a recipe knows what its model is.
-    let Some(config) = checkpoint.manifest().client_state.get("model_config") else { return Ok(wanted) };
-    let mut config = config.clone();
-    if let Some(dtype) = tensor_type(wanted) {
-        set_dtype(&mut config, dtype);
-    }
     let failed = |error: ModelError| Failure::Run(error.to_string());
-    write_config(output, &config).map_err(failed)?;
+    let state = match weights {
+        Weights::Ours(checkpoint, _) => Some(&checkpoint.manifest().client_state),
+        Weights::DeepSpeed(_) => None,
+    };
+    // What was trained beside a model's weights is no model without them.
+    match state.map(|state| &state["adapter"]["config"]).filter(|config| config.is_object()) {
+        Some(config) => write_safetensors(weights, false, wanted, |tensors, bytes| {
+            write_adapter(output, config, tensors, bytes)
+        })?,
+        None => {
+            write_safetensors(weights, false, wanted, |tensors, bytes| {
+                write_directory(output, tensors, max_shard_bytes, bytes)
+            })?;
+            // A run of a recipe knows what its model is.
+            let Some(config) = state.and_then(|state| state.get("model_config")) else { return Ok(wanted) };
+            let mut config = config.clone();
+            if let Some(dtype) = tensor_type(wanted) {
+                set_dtype(&mut config, dtype);
+            }
+            write_config(output, &config).map_err(failed)?;
+        }
+    }
+    let Weights::Ours(checkpoint, _) = weights else { return Ok(wanted) };
     // The tokenizer lies where the run will export its own model: RUN/model beside RUN/checkpoints/TAG.
     let run =
         checkpoint.path().canonicalize().ok().and_then(|own| Some(own.ancestors().nth(2)?.join("model")));

@@ -19,9 +19,12 @@ const MAX_TOKENS: u64 = 1 << 24;
 /// Arguments of `generate`.
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArgs {
-    /// The model: a directory with config.json and weights, or a GGUF file
+    /// The model: a directory with config.json and weights, a GGUF file, or a directory with an adapter
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
+    /// The model that an adapter is of [default: the directory that the adapter names]
+    #[arg(long, value_name = "DIR")]
+    base: Option<PathBuf>,
     /// The text to continue
     #[arg(long)]
     prompt: String,
@@ -73,18 +76,17 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     if args.prompt.is_empty() {
         return Err(Failure::Usage("--prompt must not be empty".into()));
     }
-    let files = ModelFiles::open(&args.model).map_err(usage)?;
+    let files = ModelFiles::open_on(&args.model, args.base.as_deref()).map_err(usage)?;
     let ModelConfig::Decoder(config) = files.model().map_err(usage)? else {
         return Err(Failure::Usage(format!("{} is not a causal language model", args.model.display())));
     };
     let codec = codec_of(&files, config.vocab).map_err(|error| Failure::Usage(error.to_string()))?;
-    let weights = files.weights();
     let model = Decoder::new(*config);
-    weights.check(model.parameters().as_slice()).map_err(usage)?;
+    files.weights().check(model.parameters().as_slice()).map_err(usage)?;
     let dtype = args.dtype.as_deref().and_then(dtype_of_name).unwrap_or(files.dtype());
     let device = args.device.open()?;
-    let _store =
-        PlainStore::attach(model.parameters().as_slice(), dtype, &device, weights).map_err(|e| failed(&e))?;
+    let _store = PlainStore::attach(model.parameters().as_slice(), dtype, &device, files.source())
+        .map_err(|e| failed(&e))?;
 
     let prompt: Vec<i64> =
         codec.encode_prompt(&args.prompt).map_err(|e| failed(&e))?.into_iter().map(i64::from).collect();

@@ -1,5 +1,6 @@
 //! The commands, one module each, and the table that clap reads.
 
+mod adapter_inspect;
 mod autotune;
 mod chat;
 mod checkpoint;
@@ -21,6 +22,7 @@ mod model_convert;
 mod model_directory;
 mod model_init;
 mod model_inspect;
+mod model_merge;
 mod node_launch;
 mod offload_folders;
 mod old_recorders;

@@ -11,7 +11,7 @@ use ferrospeed_models::directory::{DEFAULT_SHARD_BYTES, WriteOptions};
 use ferrospeed_models::weights::Written;
 use ferrospeed_tune::plan::human;
 
-use super::{model_convert, model_init, model_inspect};
+use super::{model_convert, model_init, model_inspect, model_merge};
 
 #[derive(Debug, Args)]
 pub(crate) struct ModelDirectoryArgs {
@@ -25,6 +25,8 @@ enum Action {
     Inspect(model_inspect::InspectArgs),
     /// Copy a model with another element type or other shards
     Convert(model_convert::ConvertArgs),
+    /// Work an adapter into the weights of its model
+    Merge(model_merge::MergeArgs),
     /// Make a new model with random weights
     Init(model_init::InitArgs),
 }
@@ -33,6 +35,7 @@ pub(crate) fn run(args: &ModelDirectoryArgs) -> Result<ExitCode, Failure> {
     match &args.action {
         Action::Inspect(args) => model_inspect::run(args),
         Action::Convert(args) => model_convert::run(args),
+        Action::Merge(args) => model_merge::run(args),
         Action::Init(args) => model_init::run(args),
     }
 }

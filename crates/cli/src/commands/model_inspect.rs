@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use clap::Args;
 use ferrospeed_command::{Failure, terminal};
 use ferrospeed_config::{AutoValues, Config};
+use ferrospeed_models::adapter::AdapterFiles;
 use ferrospeed_models::decoder::name_of_dtype;
 use ferrospeed_models::gguf;
 use ferrospeed_models::roles::Role;
@@ -19,14 +20,18 @@ use ferrospeed_tune::plan::{Activations, Operands, Processor, Purpose, Request, 
 use ferrospeed_tune::serve::{Serving, serving};
 use serde_json::{Value, json};
 
+use super::adapter_inspect;
 use super::model::read_config;
 use super::model_directory::refusal;
 
 #[derive(Debug, Args)]
 pub(super) struct InspectArgs {
-    /// The model: a directory with config.json and, if there are any, weights, or a GGUF file
+    /// The model: a directory with config.json and, if there are any, weights, a GGUF file, or a directory with an adapter
     #[arg(value_name = "DIR")]
     directory: PathBuf,
+    /// The model that an adapter is of [default: the directory that the adapter names]
+    #[arg(long, value_name = "DIR")]
+    base: Option<PathBuf>,
     /// Sequences at a time, for the memory to train and to serve
     #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     batch: u64,
@@ -67,6 +72,13 @@ struct Training {
 }
 
 pub(super) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
+    if AdapterFiles::are_in(&args.directory) && !WeightFiles::are_in(&args.directory) {
+        return adapter_inspect::run(&args.directory, args.base.as_deref(), args.json);
+    }
+    if args.base.is_some() {
+        let why = "is no directory with an adapter, so it has no base model; leave out --base";
+        return Err(Failure::Usage(format!("{} {why}", args.directory.display())));
+    }
     let report = inspect(args)?;
     let text = if args.json { format!("{:#}", as_json(&report)) } else { as_text(&report) };
     terminal::print_output(&text)?;
@@ -215,7 +227,7 @@ fn as_text(report: &Report) -> String {
 }
 
 /// Digits in groups of three.
-fn grouped(number: u64) -> String {
+pub(super) fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
     for (place, digit) in digits.char_indices() {

@@ -9,7 +9,7 @@ use ferrospeed_config::{AutoValues, Config, PipelineStages};
 use ferrospeed_engine::refusals;
 use ferrospeed_models::{DecoderConfig, ModelError};
 use ferrospeed_nn::tensor_parallel::Between;
-use ferrospeed_train::{Recipe, TrainError};
+use ferrospeed_train::{Recipe, TrainError, frozen_and_adapters};
 use ferrospeed_tune::model::{Model, from_hugging_face};
 use serde_json::Value;
 
@@ -118,10 +118,10 @@ impl Asked {
             }
             false => {
                 let config = ferrospeed_train::model_config(&recipe, path).map_err(usage)?;
-                let shape = from_hugging_face(&config);
-                Model::Transformer(
-                    shape.map_err(|error| Failure::Usage(format!("{}: {error}", path.display())))?,
-                )
+                let shape = from_hugging_face(&config)
+                    .map_err(|error| Failure::Usage(format!("{}: {error}", path.display())))?;
+                let (frozen, adapters) = frozen_and_adapters(&recipe, &config);
+                Model::Transformer(shape.with_adapters(frozen, adapters))
             }
         };
         if args.is_about_this_machine() {

@@ -1,5 +1,6 @@
 //! What `cli` promises, a module per topic: a new test goes into the file of its topic, a new topic gets a line here.
 
+mod adapters;
 mod autotuning;
 mod backends;
 mod bench;

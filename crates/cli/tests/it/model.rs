@@ -402,6 +402,20 @@ fn what_does_not_fit_the_model_is_listed_as_one_table() {
         ],
         "{message}"
     );
+
+    // Not a line for each of so many.
+    let entries = header.as_object_mut().unwrap();
+    for number in 0..100_000 {
+        entries.insert(
+            format!("more.{number:06}"),
+            json!({"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}),
+        );
+    }
+    write_parts(&file, &header, &data);
+    let message = refused(&["inspect", text(&place)]);
+    assert!(message.contains("  unknown     more.000000 [0]"), "{}", &message[..200]);
+    assert!(message.ends_with("  unknown     and 99801 more\n"), "{}", &message[message.len() - 200..]);
+    assert_eq!(message.lines().count(), 1 + 3 + 200 + 1);
 }
 
 #[test]

@@ -113,6 +113,14 @@ fn a_run_that_goes_on_has_every_step_once_in_its_csv_files() {
     let said = resume(&["--out", "runs/small", "--resume", "--set", "steps=7"]);
     assert!(!said.contains("taken away") && !said.contains("not in it"), "nothing is amiss: {said}");
 
+    // As one that was killed before its first checkpoint.
+    let folder = place.run_folder("small");
+    ["checkpoints", "model"].into_iter().for_each(|name| std::fs::remove_dir_all(folder.join(name)).unwrap());
+    std::fs::remove_file(folder.join("outcome.json")).unwrap();
+    let said = resume(&["--out", "runs/small", "--resume"]);
+    assert_eq!(all(), whole);
+    assert!(said.contains("rows from an attempt without a checkpoint are taken away"), "{said}");
+
     // A run that starts from another's checkpoint takes nothing from the other's curves.
     let before = all();
     let said = resume(&["--out", "runs/other", "--resume", "runs/small/checkpoints/global_step2"]);

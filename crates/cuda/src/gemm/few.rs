@@ -1,7 +1,7 @@
 //! Products of few rows with a weight, as in decoding, by kernels of our own: the weight is read once, at the memory's speed.
 
 use ferrospeed_tensor::Result;
-use ferrospeed_tensor::backend::Gemm;
+use ferrospeed_tensor::backend::{Gemm, Unary};
 
 use super::{OP, address, product};
 use crate::compile::Shared;
@@ -48,8 +48,10 @@ fn has_few_rows(gemm: &Gemm<'_>) -> bool {
     m <= some_rows::MOST_ROWS && k > 0 && plain && packed && aligned
 }
 
+/// What is kept from before the activation is what the kernel writes; the activation follows.
 fn side(gemm: &Gemm<'_>) -> few_rows::Side {
-    let (weight, result) = (address(&gemm.b), address(&written(&gemm.c)));
+    let result = gemm.before_activation.as_ref().map_or_else(|| address(&written(&gemm.c)), at_out);
+    let weight = address(&gemm.b);
     few_rows::Side { weight, bias: at_option(gemm.bias), result, outputs: gemm.n }
 }
 
@@ -66,12 +68,11 @@ fn of_halves<'a>(
         x: address(&first.a),
         norm: None,
         sides,
-        activation: first.activation,
+        activation: first.activation.filter(|_| first.before_activation.is_none()),
         gated: false,
         residual: 0,
     };
-    let fits = first.b.transposed && first.before_activation.is_none();
-    (fits && few_rows::takes(backend, &product)).then_some(product)
+    (first.b.transposed && few_rows::takes(backend, &product)).then_some(product)
 }
 
 pub(crate) fn gemms(backend: &CudaBackend, products: &[Gemm<'_>]) -> Result<()> {
@@ -130,7 +131,12 @@ pub(super) fn by_own_kernel(backend: &CudaBackend, gemm: &Gemm<'_>) -> Result<bo
     }
     let sides = [side(gemm)];
     if let Some(product) = of_halves(backend, gemm, &sides) {
-        return few_rows::run(backend, &product).map(|()| true);
+        few_rows::run(backend, &product)?;
+        // The same sums as where nothing is kept: a block that is computed again gets the bits of the first time.
+        if let (Some(activation), Some(before)) = (gemm.activation, &gemm.before_activation) {
+            backend.unary_into(Unary::Activation(activation), before.on_device(), gemm.c.out.on_device())?;
+        }
+        return Ok(true);
     }
     if gemm.m > FEW_ROWS {
         return Ok(false);

@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1)) few_rows(const __
                 float other = widen(narrow<REAL>(sum_of(own + 64, sides.bias[1])));
                 value = apply(p.activation, widen(narrow<REAL>(value)), 0, 0) * other;
             } else if (p.activation >= 0) {
-                value = apply(p.activation, value, 0, 0);
+                value = apply(p.activation, widen(narrow<REAL>(value)), 0, 0);
             }
             u64 place = row * sides.outputs[tile.side] + output;
             if (p.residual) value = widen(narrow<REAL>(value)) + widen(p.residual[place]);

@@ -2,12 +2,23 @@
 
 struct LossSpec { i64 ignore_index; float smoothing; float z_loss; };
 
-extern "C" __global__ void cross_entropy(u64 classes, REAL* logits, const i64* targets, float* losses, LossSpec spec,
+// What a pack holds of a row's classes; of those that there are not, what adds nothing.
+__device__ __forceinline__ Pack<REAL> classes_of(const REAL* at, u64 first, u64 classes) {
+    Pack<REAL> pack = load8(at);
+    if (first + 8 > classes) {
+        #pragma unroll
+        for (int j = 0; j < 8; j++) if (first + j >= classes) pack.v[j] = narrow<REAL>(-INFINITY);
+    }
+    return pack;
+}
+
+// Rows are `columns` long, of which the first `classes` count.
+extern "C" __global__ void cross_entropy(u64 classes, u64 columns, REAL* logits, const i64* targets, float* losses, LossSpec spec,
                                          int with_gradient, u64 op, Fault* fault) {
-    REAL* row = logits + blockIdx.x * classes;
+    REAL* row = logits + blockIdx.x * columns;
     i64 target = targets[blockIdx.x];
-    bool wide = aligned16(row) && classes % 8 == 0;
-    u64 packs = wide ? classes / 8 : 0;
+    bool wide = aligned16(row) && columns % 8 == 0;
+    u64 packs = wide ? (classes + 7) / 8 : 0;
     if (target == spec.ignore_index) {
         if (threadIdx.x == 0) losses[blockIdx.x] = 0.0f;
         if (with_gradient) for (u64 i = threadIdx.x; i < classes; i += blockDim.x) row[i] = narrow<REAL>(0.0f);
@@ -26,13 +37,13 @@ extern "C" __global__ void cross_entropy(u64 classes, REAL* logits, const i64* t
         plain += v;
     };
     for (u64 p = threadIdx.x; p < packs; p += blockDim.x) {
-        Pack<REAL> a = load8(row + p * 8);
+        Pack<REAL> a = classes_of(row + p * 8, p * 8, classes);
         float v[8], most = -INFINITY;
         #pragma unroll
         for (int j = 0; j < 8; j++) {
             v[j] = widen(a.v[j]);
             most = fmaxf(most, v[j]);
-            plain += v[j];
+            if (p * 8 + j < classes) plain += v[j];
         }
         if (most > largest) {
             total *= __expf(largest - most);
@@ -55,7 +66,7 @@ extern "C" __global__ void cross_entropy(u64 classes, REAL* logits, const i64* t
     float scale = (1.0f + 2.0f * spec.z_loss * log_total) / total;
     float uniform = spec.smoothing / classes, hit = 1.0f - spec.smoothing;
     for (u64 p = threadIdx.x; p < packs; p += blockDim.x) {
-        Pack<REAL> a = load8(row + p * 8);
+        Pack<REAL> a = classes_of(row + p * 8, p * 8, classes);
         #pragma unroll
         for (int j = 0; j < 8; j++) {
             float g = __expf(widen(a.v[j]) - most) * scale - uniform;
@@ -79,24 +90,24 @@ __device__ __forceinline__ void await_fetched() { asm volatile("cp.async.wait_al
 // The same where a row stays in the registers of 1,024 threads: one read, one write. Each block walks many rows, and the
 // next one comes into shared memory meanwhile; a thread only ever meets its own packs there, so it waits for no other.
 #define HELD 7
-extern "C" __global__ void __launch_bounds__(1024) cross_entropy_held(u64 rows, u64 classes, REAL* logits, const i64* targets,
+extern "C" __global__ void __launch_bounds__(1024) cross_entropy_held(u64 rows, u64 classes, u64 columns, REAL* logits, const i64* targets,
                                                                       float* losses, LossSpec spec, int with_gradient, u64 op, Fault* fault) {
     extern __shared__ uint4 next[];
     // Maximum, sum of exponentials, sum: of each warp. A warp may be a row ahead of another, never two.
     __shared__ float parts[2][3][32];
     static_assert(sizeof(parts) == HELD_PARTS_BYTES, "so much less is left for rows");
-    int packs = int(classes / 8), lane = threadIdx.x & 31, warp = threadIdx.x >> 5, turn = 0;
+    int packs = int(columns / 8), lane = threadIdx.x & 31, warp = threadIdx.x >> 5, turn = 0;
     auto fetch = [&](u64 r) {
         if (r >= rows) return;
         #pragma unroll
         for (int h = 0; h < HELD; h++) {
             int p = h * 1024 + threadIdx.x;
-            if (p < packs) fetch16(next + p, logits + r * classes + p * 8);
+            if (p < packs) fetch16(next + p, logits + r * columns + p * 8);
         }
     };
     fetch(blockIdx.x);
     for (u64 r = blockIdx.x; r < rows; r += gridDim.x) {
-        REAL* row = logits + r * classes;
+        REAL* row = logits + r * columns;
         i64 target = targets[r];
         bool counts = target != spec.ignore_index;
         u64 chosen = counts ? checked(target, r, classes, op, fault) : 0;
@@ -110,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_held(u64 rows, 
         #pragma unroll
         for (int h = 0; h < HELD; h++) {
             int p = h * 1024 + threadIdx.x;
-            if (p < packs) held[h] = *(Pack<REAL>*)(next + p);
+            if (p < packs) held[h] = classes_of((const REAL*)(next + p), p * 8, classes);
         }
         #pragma unroll
         for (int h = 0; h < HELD; h++) {
@@ -135,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_held(u64 rows, 
             for (int h = 0; h < HELD; h++) {
                 if (h * 1024 + int(threadIdx.x) >= packs) continue;
                 #pragma unroll
-                for (int j = 0; j < 8; j++) plain += widen(held[h].v[j]);
+                for (int j = 0; j < 8; j++) if ((h * 1024 + threadIdx.x) * 8 + j < classes) plain += widen(held[h].v[j]);
             }
         }
         float most = warp_max(largest);

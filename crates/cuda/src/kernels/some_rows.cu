@@ -181,7 +181,7 @@ __launch_bounds__(288) some_rows(const __grid_constant__ Sides sides, const __gr
                     if (sides.bias[1]) others[j] += widen(sides.bias[1][column + j]);
                     values[j] = apply(p.activation, widen(narrow<REAL>(values[j])), 0, 0) * widen(narrow<REAL>(others[j]));
                 } else if (p.activation >= 0) {
-                    values[j] = apply(p.activation, values[j], 0, 0);
+                    values[j] = apply(p.activation, widen(narrow<REAL>(values[j])), 0, 0);
                 }
                 if (p.residual) values[j] = widen(narrow<REAL>(values[j])) + widen(p.residual[to + j]);
             }

@@ -122,6 +122,48 @@ fn long_attention_in_parts() {
     }
 }
 
+/// What neither cuDNN nor Hopper's kernel knows, in every mixture: dropout (also where rows of keys do not begin with a block of its
+/// numbers), ALiBi, masks that hide whole rows, wide heads, lengths that end within a tile, other keys than queries.
+#[test]
+fn every_case_of_sixteen_bits() {
+    let types = [DType::BF16, DType::F16];
+    for [b, t, s, h, kv, d] in [
+        [2, 130, 130, 4, 2, 64],
+        [1, 200, 333, 4, 1, 128],
+        [1, 100, 100, 2, 2, 256],
+        [1, 257, 257, 2, 1, 192],
+        [3, 64, 96, 2, 2, 80],
+        [1, 16, 70, 2, 1, 24],
+    ] {
+        for (causal, window, dropout, has_slopes, is_masked) in [
+            (true, None, 0.25, false, false),
+            (false, None, 0.5, false, true),
+            (true, Some(33), 0.0, true, false),
+            (true, None, 0.1, true, true),
+            (false, None, 0.0, false, false),
+        ] {
+            let what = format!(
+                "{t} of {s}, heads of {d}, dropout {dropout}, slopes {has_slopes}, masked {is_masked}"
+            );
+            compare_in(&types, &what, &|i| {
+                // Of the first sequence the first keys are hidden, so its first queries see nothing.
+                let mask: Vec<u8> = (0..b * s).map(|at| u8::from(at > 9 && at % 7 != 3)).collect();
+                let slopes: Vec<f32> = (0..h).map(|head| 0.5 / (head + 1) as f32).collect();
+                let options = AttentionOptions {
+                    causal,
+                    window,
+                    dropout,
+                    key_mask: is_masked.then(|| i.constant(&mask, &[b, s])),
+                    alibi_slopes: has_slopes.then(|| i.constant(&slopes, &[h])),
+                    ..AttentionOptions::default()
+                };
+                let (q, k, v) = (i.input(&[b, t, h, d]), i.input(&[b, s, kv, d]), i.input(&[b, s, kv, d]));
+                Ok(vec![ops::attention(&q, &k, &v, &options)?])
+            });
+        }
+    }
+}
+
 /// Hopper's kernel for gradients in its corners: heads filled up to 64 and 128 channels, lengths that end within a block, heads
 /// shared out among blocks or not, all keys seen, other keys than queries, operands inside a packed projection.
 #[test]

@@ -328,7 +328,8 @@ fn products_with_weights_that_lie_side_by_side_are_those_with_each() {
 
 #[test]
 fn losses_and_lookups() {
-    for (rows, classes) in [(1, 2), (9, 33), (40, 1000), (301, 4104), (5, 50_304)] {
+    for (rows, classes) in [(1, 2), (9, 33), (40, 1000), (301, 4104), (5, 50_304), (41, 50_257), (17, 4_099)]
+    {
         let targets: Vec<i64> =
             (0..rows as i64).map(|r| if r % 4 == 3 { -100 } else { r * 7 % classes as i64 }).collect();
         for options in [

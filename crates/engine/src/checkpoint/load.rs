@@ -36,6 +36,9 @@ pub struct LoadOptions<'a> {
     /// Whether every parameter must be in the checkpoint and every tensor of it in the model. A parameter of another
     /// shape is always refused.
     pub load_module_strict: bool,
+    /// Whether parameters that are not trained may be missing, strict or not, and stay as they are: a save may leave them out
+    /// (`exclude_frozen_parameters`), and where they began they can be had again.
+    pub frozen_may_be_missing: bool,
     /// Whether the optimizer goes on where it was. Without, its states stay as they are.
     pub load_optimizer_states: bool,
     /// Whether the schedule goes on where it was.
@@ -51,6 +54,7 @@ impl Default for LoadOptions<'_> {
         LoadOptions {
             tag: None,
             load_module_strict: true,
+            frozen_may_be_missing: false,
             load_optimizer_states: true,
             load_lr_scheduler_states: true,
             load_module_only: false,
@@ -212,6 +216,7 @@ impl Engine {
                         entry.shape
                     ));
                 }
+                None if options.frozen_may_be_missing && !param.is_trainable() => {}
                 None if name.is_some() && param.numel() > 0 => plan.missing.push(param.name().to_owned()),
                 _ => {}
             }

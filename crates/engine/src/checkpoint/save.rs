@@ -164,12 +164,15 @@ impl Engine {
                     dir.join(&checkpoint.manifest().tag)
                 }
             };
-            if let Err(error) = std::fs::remove_dir_all(&beside) {
-                tracing::warn!("{}: cannot remove the copy in our format: {error}", beside.display());
-            }
             Ok(path)
         };
         let written = if self.world.rank() == 0 { write() } else { Ok(PathBuf::new()) };
+        // Of what could not be written nothing is left either.
+        if self.world.rank() == 0
+            && let Err(error) = std::fs::remove_dir_all(&beside)
+        {
+            tracing::warn!("{}: cannot remove the copy in our format: {error}", beside.display());
+        }
         Ok(agree(&group, written)?.swap_remove(0))
     }
 

@@ -10,6 +10,7 @@ use ferrospeed_engine::{
 };
 use ferrospeed_nn::Parameters;
 use ferrospeed_tensor::{DType, Tensor};
+use ferrospeed_testkit::child;
 use serde_json::{Value, json};
 
 /// Longer than any of these takes, shorter than anyone would call hanging.
@@ -218,4 +219,42 @@ fn calls_in_the_wrong_order_are_told() {
         let error = engine.backward(&loss).unwrap_err().to_string();
         assert!(error.contains("call train() first"), "{error}");
     });
+}
+
+/// A variable of the process, so the test has one of its own.
+#[test]
+fn a_scheduler_that_planned_with_another_elasticity_section_is_told() {
+    const HANDED_ON: &str = "DEEPSPEED_ELASTICITY_CONFIG";
+    let value = json!({
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "elasticity": {
+            "enabled": true, "max_train_batch_size": 4, "micro_batch_sizes": [2], "version": 0.2,
+            "min_gpus": 1, "max_gpus": 4,
+        },
+    });
+    let Ok(handed_on) = std::env::var(HANDED_ON) else {
+        for batch in [4, 8] {
+            let section = json!({"max_train_batch_size": batch, "micro_batch_sizes": [2], "version": 0.2});
+            let output = child::alone(
+                module_path!(),
+                "a_scheduler_that_planned_with_another_elasticity_section_is_told",
+            )
+            .env(HANDED_ON, section.to_string())
+            .output()
+            .unwrap();
+            child::assert_passed(&output);
+        }
+        return;
+    };
+    let (_model, parameters) = Model::build(&json!({"kind": "mlp", "d": [5, 4, 3, 2]}));
+    let started = start(World::solo(), &value, &parameters, 3).map(drop).map_err(|error| error.to_string());
+    if handed_on.contains(":4") {
+        assert_eq!(started, Ok(()));
+    } else {
+        let error = started.unwrap_err();
+        assert!(
+            error.contains("planned with another elasticity section: `max_train_batch_size` was 8 there"),
+            "{error}"
+        );
+    }
 }

@@ -1,5 +1,6 @@
 //! What `engine` promises, a module per topic: a new test goes into the file of its topic, a new topic gets a line here.
 
+mod adapters;
 mod bad_input;
 mod checkpoint;
 mod checkpoint_golden;

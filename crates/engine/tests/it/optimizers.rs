@@ -109,8 +109,19 @@ impl OwnOptimizer for SignOfMean {
 }
 
 fn own_engine(world: World, stage: u8, name: &'static str, parameters: &Parameters) -> Engine {
+    try_own_engine(world, stage, name, parameters, true).unwrap()
+}
+
+fn try_own_engine(
+    world: World,
+    stage: u8,
+    name: &'static str,
+    parameters: &Parameters,
+    is_allowed: bool,
+) -> ferrospeed_engine::Result<Engine> {
     let mut value = ds_config(stage, Value::Null);
     value.as_object_mut().unwrap().remove("optimizer");
+    value["zero_allow_untested_optimizer"] = is_allowed.into();
     let setup = Setup::new(config(&value, world.size()), world, device(1));
     let group = GroupOptions { lr: 0.01, weight_decay: 0.0, betas: [0.0; 2] };
     let halves = |iteration: i64, _: usize, base: &GroupOptions| {
@@ -121,7 +132,7 @@ fn own_engine(world: World, stage: u8, name: &'static str, parameters: &Paramete
         scheduler: Some(Scheduler::custom(halves, &[group])),
         ..Default::default()
     };
-    initialize_model(&setup, parameters, options).unwrap()
+    initialize_model(&setup, parameters, options)
 }
 
 #[test]
@@ -163,6 +174,26 @@ fn an_optimizer_and_a_schedule_of_ones_own_train_in_all_stages_and_go_on_from_a_
     let mut other = own_engine(World::solo(), 0, "another", &parameters);
     let error = other.load_checkpoint(place.path().join("one"), &LoadOptions::default()).unwrap_err();
     assert!(error.to_string().contains("it holds states of sign-of-mean, this run uses another"), "{error}");
+    // As one that is configured by its name.
+    let (_, parameters) = Model::build(&description());
+    let error = try_own_engine(World::solo(), 1, "another", &parameters, false).err().unwrap().to_string();
+    assert!(
+        error.contains("ZeRO is not tested with another; add \"zero_allow_untested_optimizer\""),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_model_that_is_no_list_of_layers_is_not_trained_in_place_of_a_pipeline() {
+    let mut value = ds_config(0, json!({"type": "Adam", "params": {}}));
+    value["pipeline"] = json!({"stages": 2});
+    let setup = Setup::new(config(&value, 1), World::solo(), device(1));
+    let started = initialize_with(&setup, Options::default(), |init| Linear::new(init, 1, 1, false));
+    let error = started.err().unwrap().to_string();
+    assert!(
+        error.contains("pipeline.stages: 2 stages are asked for") && error.contains("initialize_pipeline"),
+        "{error}"
+    );
 }
 
 /// A model whose loss is its one weight times a number.

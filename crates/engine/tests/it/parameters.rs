@@ -284,3 +284,71 @@ fn the_cache_of_whole_parameters_can_be_emptied_at_any_time() {
         assert_eq!(held(&engine), sharded);
     });
 }
+
+/// What a step, new weights and a checkpoint would write, while a clone of the value outlives its guard.
+#[test]
+fn what_is_written_while_the_program_looks_at_it_is_refused_in_every_stage_and_home() {
+    for (stage, is_offloaded) in [(0, false), (1, false), (2, false), (3, false), (2, true), (3, true)] {
+        on_ranks(2, move |world| {
+            let init = Init::root();
+            let odd = Odd::build(&init);
+            let parameters = init.parameters();
+            let mut configuration = configuration(stage);
+            if is_offloaded {
+                configuration["zero_optimization"]["offload_optimizer"] = json!({"device": "cpu"});
+            }
+            let setup = Setup::new(config(&configuration, world.size()), world, device(1));
+            let mut engine = initialize_model(&setup, &parameters, Options::default()).unwrap();
+            step(&mut engine, |x| odd.loss(x)).unwrap();
+            let weight = parameters.get("layer.weight").unwrap();
+            let guard = weight.read().unwrap();
+            let seen = guard.slice(5, [5]).unwrap();
+            drop(guard);
+            let before = seen.to_vec_f32().unwrap();
+
+            let error = step(&mut engine, |x| odd.loss(x)).unwrap_err().to_string();
+            assert!(error.contains("step writes parameter 'layer.weight'"), "{error}");
+            assert!(error.contains("parameters.rs:"), "the line that read it: {error}");
+            let new = vec![1.0; 25];
+            let error = engine.store().set_full(weight, Which::Weight, &new).unwrap_err().to_string();
+            assert!(error.contains("setting weights writes parameter 'layer.weight'"), "{error}");
+            assert_eq!(seen.to_vec_f32().unwrap(), before, "stage {stage}");
+
+            drop(seen);
+            engine.step().unwrap();
+            engine.store().set_full(weight, Which::Weight, &new).unwrap();
+        });
+    }
+}
+
+/// Every rank would see what it has added up itself.
+#[test]
+fn a_gradient_that_ranks_have_not_averaged_yet_is_no_gradient() {
+    for stage in 0..=3 {
+        let seen = on_ranks(2, move |world| {
+            let init = Init::root();
+            let odd = Odd::build(&init);
+            let parameters = init.parameters();
+            let mut configuration = configuration(stage);
+            configuration["gradient_accumulation_steps"] = 2.into();
+            let setup = Setup::new(config(&configuration, world.size()), world, device(1));
+            let mut engine = initialize_model(&setup, &parameters, Options::default()).unwrap();
+            let weight = parameters.get("layer.weight").unwrap();
+            step(&mut engine, |x| odd.loss(x)).unwrap();
+            let first = engine.store().full(weight, Which::Gradient);
+            let x = Tensor::full([2, 5], 0.5, ferrospeed_tensor::DType::BF16, engine.device()).unwrap();
+            let loss = engine.forward(|_| odd.loss(&x)).unwrap();
+            engine.backward(&loss).unwrap();
+            engine.store().full(weight, Which::Gradient).unwrap();
+            first.map_err(|error| error.to_string())
+        });
+        match &seen[0] {
+            Ok(_) => assert!(stage >= 2, "stage {stage}"),
+            Err(error) => {
+                assert!(stage < 2, "stage {stage}: {error}");
+                assert!(error.contains("ask after its last backward"), "{error}");
+            }
+        }
+        assert_eq!(seen[0], seen[1], "ranks agree in stage {stage}");
+    }
+}

@@ -82,6 +82,8 @@ fn labels(fields: &Fields<'_>) -> Result<usize> {
 pub struct BertConfig {
     /// Tokens.
     pub vocab: usize,
+    /// The token whose row no lookup trains.
+    pub padding: Option<usize>,
     /// Channels.
     pub width: usize,
     /// Blocks.
@@ -129,9 +131,11 @@ impl BertConfig {
         }
         let hidden_dropout = fields.dropout("hidden_dropout_prob", 0.1)?;
         let top = BertTop::from_fields(fields, hidden_dropout)?;
+        let vocab = fields.size("vocab_size", Some(30522))?;
         let config = BertConfig {
             top,
-            vocab: fields.size("vocab_size", Some(30522))?,
+            vocab,
+            padding: fields.padding_row(vocab, Some(0))?,
             width,
             layers: fields.size("num_hidden_layers", Some(12))?,
             heads,

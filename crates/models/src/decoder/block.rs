@@ -1,5 +1,6 @@
 //! One block of a decoder: attention and feed-forward around the residual stream.
 
+use ferrospeed_nn::adapter::in_mode;
 use ferrospeed_nn::moe::{ExpertRanks, Routing};
 use ferrospeed_nn::sparse_attention::LayerLayouts;
 use ferrospeed_nn::tensor_parallel::Cut;
@@ -226,9 +227,8 @@ impl Block {
         mode: Mode,
         routers: &mut RouterLogits,
     ) -> Result<Stream> {
-        profile::scope_at(&self.path, "Block", || {
-            self.compute(x, visibility, cache, mlp_chunk, mode, routers)
-        })
+        let compute = || self.compute(x, visibility, cache, mlp_chunk, mode, routers);
+        profile::scope_at(&self.path, "Block", || in_mode(mode, compute))
     }
 
     fn compute(

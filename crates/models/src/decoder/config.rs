@@ -136,6 +136,8 @@ pub struct DecoderConfig {
     pub model_type: &'static str,
     /// Tokens.
     pub vocab: usize,
+    /// The token whose row of the embedding no lookup trains: padding, in families that have one.
+    pub padding: Option<usize>,
     /// Channels of the residual stream.
     pub width: usize,
     /// Channels of the embedding; `width` unless projected.

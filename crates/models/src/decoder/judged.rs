@@ -10,7 +10,7 @@ use ferrospeed_nn::Mode;
 use ferrospeed_nn::activation_bits::input_of;
 use ferrospeed_tensor::backend::{Binary, LossGradient};
 use ferrospeed_tensor::ops::{self, CrossEntropyOptions, RowLoss, WeightLayout};
-use ferrospeed_tensor::{DType, Operand, Out, Tensor, TensorError, autograd};
+use ferrospeed_tensor::{DType, Device, Operand, Out, Tensor, TensorError, autograd};
 
 use super::labels::next_labels;
 use super::{Decoder, Tokens};
@@ -106,9 +106,14 @@ impl RowLoss for &Rowwise {
         CrossEntropyOptions::default().ignore_index
     }
 
+    fn columns(&self, device: &Device, classes: usize) -> usize {
+        CrossEntropyOptions::default().columns(device, classes)
+    }
+
     fn rows(
         &self,
         logits: &mut Tensor,
+        classes: usize,
         targets: &Tensor,
         losses: Out<'_>,
         gradient: LossGradient<'_>,
@@ -118,15 +123,15 @@ impl RowLoss for &Rowwise {
         let first = self.next.replace(self.next.get() + count);
         let Some(weights) = &self.weights else {
             let mut own = Tensor::empty([count], DType::F32, &device)?;
-            options.rows(logits, targets, own.out()?, gradient)?;
+            options.rows(logits, classes, targets, own.out()?, gradient)?;
             device.backend().copy(&own, losses)?;
             self.kept.borrow_mut().push(own);
             return Ok(());
         };
         if matches!(gradient, LossGradient::Nowhere) {
-            return options.rows(logits, targets, losses, gradient);
+            return options.rows(logits, classes, targets, losses, gradient);
         }
-        options.rows(logits, targets, losses, LossGradient::OverLogits)?;
+        options.rows(logits, classes, targets, losses, LossGradient::OverLogits)?;
         let weights = weights.slice(first, [count, 1])?;
         let wide = ops::cast(&*logits, DType::F32)?;
         let mut scaled = Tensor::empty(*logits.shape(), DType::F32, &device)?;

@@ -28,6 +28,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
     Ok(DecoderConfig {
         model_type: "bloom",
         vocab: fields.size("vocab_size", Some(250_880))?,
+        padding: None,
         width,
         embedding_width: width,
         inner_width: 4 * width,

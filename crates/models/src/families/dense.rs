@@ -29,6 +29,7 @@ pub fn qwen3(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
 pub fn smollm3(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     let defaults = Defaults {
         model_type: "smollm3",
+        padding: Some(128_004),
         sizes: [2048, 36, 16],
         kv_heads: Some(4),
         theta: 2e6,
@@ -71,7 +72,7 @@ fn turning_layers(fields: &Fields<'_>, layers: usize) -> Result<Vec<bool>> {
 
 /// Reads an `olmo2` configuration: norms stand behind attention and feed-forward; queries and keys are normalised over all heads.
 pub fn olmo2(fields: &Fields<'_>) -> Result<DecoderConfig> {
-    let defaults = Defaults { model_type: "olmo2", vocab: 50_304, eps: 1e-5, ..LLAMA };
+    let defaults = Defaults { model_type: "olmo2", vocab: 50_304, padding: Some(1), eps: 1e-5, ..LLAMA };
     let mut config = common(fields, &defaults)?;
     attention_bias(fields, &mut config)?;
     config.residual = Residual::BranchNorm;

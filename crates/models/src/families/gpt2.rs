@@ -29,6 +29,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
     Ok(DecoderConfig {
         model_type: "gpt2",
         vocab: fields.size("vocab_size", Some(50257))?,
+        padding: None,
         width,
         embedding_width: width,
         inner_width: fields.optional_size("n_inner")?.unwrap_or(4 * width),

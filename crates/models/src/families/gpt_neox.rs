@@ -34,6 +34,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
     Ok(DecoderConfig {
         model_type: "gpt_neox",
         vocab: fields.size("vocab_size", Some(50432))?,
+        padding: None,
         width,
         embedding_width: width,
         inner_width: fields.size("intermediate_size", Some(24576))?,

@@ -20,6 +20,8 @@ pub(super) struct Defaults {
     pub(super) theta: f64,
     pub(super) inner_width: usize,
     pub(super) vocab: usize,
+    /// The token that pads, where nothing is said.
+    pub(super) padding: Option<usize>,
     pub(super) max_tokens: usize,
     pub(super) eps: f64,
     /// Channels of a head; the share of one head when absent.
@@ -40,6 +42,7 @@ pub(super) const LLAMA: Defaults = Defaults {
     theta: 10_000.0,
     inner_width: 11_008,
     vocab: 32_000,
+    padding: None,
     max_tokens: 2048,
     eps: 1e-6,
     head_dim: None,
@@ -69,9 +72,11 @@ pub(super) fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<Decoder
         share: defaults.partial_rotary.then_some(("partial_rotary_factor", 1.0)),
         trained: defaults.trained,
     };
+    let vocab = fields.size("vocab_size", Some(defaults.vocab))?;
     Ok(DecoderConfig {
         model_type: defaults.model_type,
-        vocab: fields.size("vocab_size", Some(defaults.vocab))?,
+        vocab,
+        padding: fields.padding_row(vocab, defaults.padding)?,
         width,
         embedding_width: width,
         inner_width: fields.size("intermediate_size", Some(defaults.inner_width))?,

@@ -89,9 +89,11 @@ impl Mixture {
         let linear = |init: &Init, inputs, outputs| {
             Linear::normal(init, inputs, outputs, false, WeightLayout::OutIn, std)
         };
-        let make_router = || linear(&at.at("gate"), width, config.experts);
+        let why =
+            "is of a mixture's router or experts, which have no adapters yet; name the layers of attention";
+        let make_router = || linear(&at.at("gate").without_adapters(why), width, config.experts);
         // A rank's tokens choose which experts it reads; all of them are gathered, whatever was chosen.
-        let mut experts = at.at("experts").as_unit();
+        let mut experts = at.at("experts").without_adapters(why).as_unit();
         // Ranks that have the same tokens and slices of the other layers hold whole experts.
         if ranks.is_some_and(|ranks| ranks.tokens == RankTokens::Same) {
             experts = experts.over(None);

@@ -25,9 +25,11 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
     let dropout = fields.dropout("dropout", 0.1)?;
     fields.fixed("layerdrop", 0.0.into())?;
     fields.harmless(&["activation_dropout"]);
+    let vocab = fields.size("vocab_size", Some(50272))?;
     Ok(DecoderConfig {
         model_type: "opt",
-        vocab: fields.size("vocab_size", Some(50272))?,
+        vocab,
+        padding: fields.padding_row(vocab, Some(1))?,
         width,
         embedding_width,
         inner_width: fields.size("ffn_dim", Some(3072))?,

@@ -12,6 +12,7 @@ use crate::fields::Fields;
 pub fn config(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     let defaults = Defaults {
         model_type: "phi3",
+        padding: Some(32_000),
         sizes: [3072, 32, 32],
         inner_width: 8192,
         vocab: 32_064,

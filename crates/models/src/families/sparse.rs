@@ -71,6 +71,7 @@ pub fn qwen2_moe(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig>
 pub fn olmoe(fields: &Fields<'_>) -> Result<DecoderConfig> {
     let defaults = Defaults {
         model_type: "olmoe",
+        padding: Some(1),
         sizes: [2048, 16, 16],
         inner_width: 2048,
         vocab: 50_304,

@@ -17,13 +17,56 @@ const TIED_HEADS: [&str; 3] =
 /// Heads of BERT's pre-training that files hold although the model they are for has them no more.
 const LEFT_OVER_HEADS: [&str; 2] = ["bert.pooler.", "cls.seq_relationship."];
 
+/// Faults of a kind that are listed: as many as the layers of a large model, whose names then show what they have in common.
+const MAX_SHOWN: usize = 200;
+
 /// Elements that are compared at a time.
 const COMPARED: usize = 1 << 20;
+
+/// What can be wrong with a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    Shape,
+    Type,
+    Missing,
+    Unknown,
+}
+
+/// What is wrong, by kind: the first of each, and how many there are.
+#[derive(Default)]
+struct Faults(BTreeMap<Kind, (Vec<String>, usize)>);
+
+impl Faults {
+    fn add(&mut self, kind: Kind, fault: impl FnOnce() -> String) {
+        let (shown, count) = self.0.entry(kind).or_default();
+        *count += 1;
+        if shown.len() < MAX_SHOWN {
+            shown.push(fault());
+        }
+    }
+
+    fn table(&self) -> String {
+        let mut lines = Vec::new();
+        for (kind, (shown, count)) in &self.0 {
+            let kind = match kind {
+                Kind::Shape => "wrong shape",
+                Kind::Type => "wrong type",
+                Kind::Missing => "missing",
+                Kind::Unknown => "unknown",
+            };
+            lines.extend(shown.iter().map(|fault| format!("  {kind:<11} {fault}")));
+            if *count > shown.len() {
+                lines.push(format!("  {kind:<11} and {} more", count - shown.len()));
+            }
+        }
+        lines.join("\n")
+    }
+}
 
 impl WeightFiles {
     /// Checks that every parameter is here with its shape, and that nothing else is; lists all that is wrong.
     pub fn check(&self, params: &[Param]) -> Result<()> {
-        let mut lines = Vec::new();
+        let mut faults = Faults::default();
         // Of each stored tensor, how many of its bytes parameters have: a stack may hold more experts than the model.
         let mut used = BTreeMap::<_, usize>::new();
         let place = |stored: &StoredTensor| (stored.file, stored.bytes.start, stored.bytes.end);
@@ -32,49 +75,48 @@ impl WeightFiles {
             if let (None, Some(packed)) = (self.find(name), self.find_packed(name)) {
                 *used.entry(place(packed.stored)).or_default() += packed.stored.size_bytes();
                 if !packed.is_of(param.whole_shape().sizes()) {
-                    lines.push(format!(
-                        "  wrong shape {name} is packed {:?}, expected {}",
-                        packed.stored.shape,
-                        param.whole_shape()
-                    ));
+                    faults.add(Kind::Shape, || {
+                        format!(
+                            "{name} is packed {:?}, expected {}",
+                            packed.stored.shape,
+                            param.whole_shape()
+                        )
+                    });
                 }
                 continue;
             }
             let Some(found) = self.find(name) else {
-                lines.push(format!("  missing     {name} {}", param.whole_shape()));
+                faults.add(Kind::Missing, || format!("{name} {}", param.whole_shape()));
                 continue;
             };
             let stored = &*found.own;
             *used.entry(place(found.whole)).or_default() += stored.size_bytes();
             if stored.shape != param.whole_shape().sizes() {
-                lines.push(format!(
-                    "  wrong shape {name} is {:?}, expected {}",
-                    stored.shape,
-                    param.whole_shape()
-                ));
+                faults.add(Kind::Shape, || {
+                    format!("{name} is {:?}, expected {}", stored.shape, param.whole_shape())
+                });
             }
             if !stored.dtype.is_float() {
-                lines.push(format!("  wrong type  {name} is {}, expected a float type", stored.dtype));
+                faults.add(Kind::Type, || format!("{name} is {}, expected a float type", stored.dtype));
             }
         }
         for (name, stored) in self.tensors() {
             let covered = used.get(&place(stored)).copied();
             if covered.is_some_and(|covered| covered < stored.size_bytes()) {
-                lines.push(format!(
-                    "  wrong shape {name} is {:?}, more than the model's experts",
-                    stored.shape
-                ));
+                faults.add(Kind::Shape, || {
+                    format!("{name} is {:?}, more than the model's experts", stored.shape)
+                });
             }
             let known = covered.is_some()
                 || IGNORED_SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
                 || TIED_HEADS.contains(&name.as_str())
                 || LEFT_OVER_HEADS.iter().any(|prefix| name.starts_with(prefix));
             if !known {
-                lines.push(format!("  unknown     {name} {:?}", stored.shape));
+                faults.add(Kind::Unknown, || format!("{name} {:?}", stored.shape));
             }
         }
-        if !lines.is_empty() {
-            return Err(ModelError::Weights { table: lines.join("\n") });
+        if !faults.0.is_empty() {
+            return Err(ModelError::Weights { table: faults.table() });
         }
         if let Some(head) = self.ignored_head(params)? {
             tracing::warn!(

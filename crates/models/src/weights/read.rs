@@ -12,6 +12,7 @@ use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{DType, Param, TensorError};
 use half::{bf16, f16};
 
+use crate::adapter::{ADAPTER_CONFIG, AdapterFiles};
 use crate::config::read_json;
 use crate::error::{ModelError, Result};
 use crate::weights::dtype_from_file;
@@ -69,7 +70,15 @@ impl WeightFiles {
 
     /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names; where neither is there, torch's
     /// `pytorch_model.bin`, or the shards that its index names.
+    ///
+    /// A directory that holds an adapter too is refused: which of the two is meant, nobody can tell.
     pub fn open_directory(directory: &Path) -> Result<WeightFiles> {
+        if AdapterFiles::are_in(directory) && WeightFiles::are_in(directory) {
+            let why = format!(
+                "holds the weights of a model and an adapter ({ADAPTER_CONFIG}); move one of the two into a directory of its own"
+            );
+            return Err(ModelError::file(directory, why));
+        }
         let Some(main) = main_file(directory) else {
             let why = match MAIN_FILES.iter().find(|name| directory.join(name).symlink_metadata().is_ok()) {
                 Some(name) => format!("holds no weights: '{name}' is no plain file"),

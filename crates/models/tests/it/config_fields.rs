@@ -260,3 +260,19 @@ fn layers_slide_where_the_file_says_so() {
     let without = small("qwen2", json!({ "layer_types": vec!["sliding_attention"; 3] }));
     assert!(parsed(&without).unwrap_err().contains("there is no sliding_window"));
 }
+
+#[test]
+fn the_row_of_padding_is_the_one_that_transformers_leaves_untrained() {
+    let padding = |model_type: &str, more: Value| decoder(&small(model_type, more)).padding;
+    assert_eq!(padding("llama", json!({})), None);
+    assert_eq!(padding("llama", json!({"pad_token_id": 7})), Some(7));
+    assert_eq!(padding("llama", json!({"pad_token_id": -1})), Some(99), "counted from the end");
+    assert_eq!(padding("llama", json!({"pad_token_id": 100})), None, "there is no such row");
+    assert_eq!(padding("olmo2", json!({})), Some(1), "what is not said is the family's");
+    assert_eq!(padding("olmo2", json!({"pad_token_id": null})), None);
+    assert_eq!(padding("phi3", json!({})), None, "32000 of a hundred");
+    assert_eq!(padding("phi3", json!({"vocab_size": 32_064})), Some(32_000));
+    assert_eq!(padding("gpt_neox", json!({"pad_token_id": 7})), None, "a family without");
+    let error = parsed(&small("llama", json!({"pad_token_id": "x"}))).unwrap_err();
+    assert!(error.contains("pad_token_id") && error.contains("is not a token id"), "{error}");
+}

@@ -131,6 +131,8 @@ impl Moe {
         expert: impl Fn(&Init, usize) -> E,
     ) -> Result<Moe> {
         let at = init.at("deepspeed_moe");
+        let why = "is of a mixture's router or experts, which have no adapters yet";
+        let at = at.without_adapters(why);
         let router = Linear::new(&at.at("gate.wg"), config.width, config.experts, false);
         // A rank's tokens choose which experts it needs; all of them come and go together, whatever was chosen.
         let place = at.at("experts.deepspeed_experts").as_unit();

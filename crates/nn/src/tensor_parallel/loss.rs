@@ -47,6 +47,7 @@ impl RowLoss for Together<'_> {
     fn rows(
         &self,
         logits: &mut Tensor,
+        _classes: usize,
         targets: &Tensor,
         losses: Out<'_>,
         gradient: LossGradient<'_>,

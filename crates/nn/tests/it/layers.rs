@@ -1,9 +1,10 @@
 //! Behaviour of the layers that have no recording.
 
 use ferrospeed_nn::{
-    Conv2d, Conv2dOptions, Dropout, Init, KeyVisibility, Linear, Mode, Sequential, TiledLinear, Tiling,
-    TransformerLayer, TransformerLayerConfig,
+    Conv2d, Conv2dOptions, Dropout, Embedding, Init, KeyVisibility, Linear, Mode, Sequential, TiledLinear,
+    Tiling, TransformerLayer, TransformerLayerConfig,
 };
+use ferrospeed_tensor::ops::WeightLayout;
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
 use ferrospeed_tensor::{Activation, DType, Device, Tensor, autograd, ops};
 
@@ -159,4 +160,31 @@ fn a_layer_in_training_drops_and_a_layer_in_bf16_stays_near_f32() {
     let (wide, narrow) = (output(DType::F32, Mode::Evaluate), output(DType::BF16, Mode::Evaluate));
     assert!(wide.iter().zip(&narrow).all(|(a, b)| (a - b).abs() < 0.03), "{wide:?} and {narrow:?}");
     assert_ne!(wide, output(DType::F32, Mode::Train));
+}
+
+#[test]
+fn lookups_of_padding_give_its_row_no_gradient_and_other_uses_of_the_table_do() {
+    let device = ferrospeed_cpu::device();
+    let gradient = |padding: Option<usize>, is_tied: bool| -> Vec<Vec<f32>> {
+        let init = Init::root();
+        let embedding = Embedding::new(&init, 6, 3, 0.5).with_padding(padding);
+        let store = PlainStore::attach(init.parameters().as_slice(), DType::F32, &device, &SEED).unwrap();
+        let ids = Tensor::from_slice(&[4i64, 1, 2, 4, 0, 1], [2, 3], &device).unwrap();
+        let hidden = embedding.forward(&ids).unwrap();
+        let out = match is_tied {
+            true => ops::linear(&hidden, embedding.table(), None, WeightLayout::OutIn).unwrap(),
+            false => hidden,
+        };
+        autograd::backward(&ops::sum(ops::square(&out).unwrap()).unwrap()).unwrap();
+        store.gradient(0).unwrap().to_vec_f32().unwrap().chunks(3).map(<[f32]>::to_vec).collect()
+    };
+    let (all, but_four) = (gradient(None, false), gradient(Some(4), false));
+    assert_ne!(all[4], [0.0; 3]);
+    assert_eq!(but_four[4], [0.0; 3]);
+    for row in [0, 1, 2, 3, 5] {
+        assert_eq!(but_four[row], all[row], "row {row}");
+    }
+    let (all, but_four) = (gradient(None, true), gradient(Some(4), true));
+    assert_ne!(but_four[4], [0.0; 3], "the head trains it");
+    assert_ne!(but_four[4], all[4]);
 }

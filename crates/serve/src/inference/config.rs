@@ -104,7 +104,8 @@ impl InferenceConfig {
 
     /// Ranks that share each layer.
     pub fn tensor_parallel_size(&self) -> Result<usize> {
-        self.ranks("tensor_parallel", "tp_size")
+        let is_off = self.values["tensor_parallel"]["enabled"] == false;
+        if is_off { Ok(1) } else { self.ranks("tensor_parallel", "tp_size") }
     }
 
     /// Ranks over which experts are spread.

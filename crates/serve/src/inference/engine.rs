@@ -129,6 +129,7 @@ pub fn init_inference_on(
             }
         },
         home: WeightsHome::of_section(&config.values()["zero"]),
+        base: None,
     };
     if let (Some(target), 0) = (config.values()["save_mp_checkpoint_path"].as_str(), world.rank()) {
         checkpoint::save(directory, Path::new(target), dtype, world.size())?;

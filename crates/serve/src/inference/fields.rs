@@ -52,8 +52,8 @@ const fn replaced(by: [&'static str; 2], field: Field) -> Field {
 }
 
 const DTYPES: &[&[&str]] = &[
-    &["torch.float16", "fp16", "float16", "half"],
-    &["torch.float32", "fp32", "float32", "float"],
+    &["torch.float16", "fp16", "float16", "half", "torch.half"],
+    &["torch.float32", "fp32", "float32", "float", "torch.float"],
     &["torch.bfloat16", "bf16", "bfloat16", "bfloat"],
     &["torch.int8", "int8"],
 ];

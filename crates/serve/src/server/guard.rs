@@ -15,6 +15,8 @@ use subtle::ConstantTimeEq;
 
 use super::App;
 use super::fault::Fault;
+use super::listen::HEAD_BYTES;
+use super::wire::LARGE_HEAD;
 
 /// Paths that need no key: they tell nothing.
 const OPEN: [&str; 4] = ["/", "/chat.js", "/chat.css", "/health"];
@@ -91,8 +93,20 @@ fn check_size(headers: &HeaderMap, max_body_bytes: usize) -> Result<(), Fault> {
     }
 }
 
+/// The library refuses a head that its buffer cannot take, which is more than what is promised.
+fn check_head(request: &Request) -> Result<(), Fault> {
+    // A name, a colon, a space and the end of the line; the request's own line likewise.
+    let headers = request.headers().iter().map(|(name, value)| name.as_str().len() + value.len() + 4);
+    let path = request.uri().path_and_query().map_or(0, |path| path.as_str().len());
+    if path + headers.sum::<usize>() <= HEAD_BYTES {
+        return Ok(());
+    }
+    Err(Fault::new(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, LARGE_HEAD))
+}
+
 pub(super) async fn check(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
-    let admitted = app.guard.admits(request.method(), request.uri().path(), request.headers());
+    let admitted = check_head(&request)
+        .and_then(|()| app.guard.admits(request.method(), request.uri().path(), request.headers()));
     match admitted.and_then(|()| check_size(request.headers(), app.options.max_body_bytes)) {
         Ok(()) => next.run(request).await,
         Err(fault) => fault.into_response(),

@@ -27,7 +27,7 @@ use crate::error::{Result, ServeError};
 /// Time for a client to send its request's head.
 const HEAD_TIME: Duration = Duration::from_secs(15);
 /// Bytes of a request's head, and of what is read ahead of its body.
-const HEAD_BYTES: usize = 64 << 10;
+pub(super) const HEAD_BYTES: usize = 64 << 10;
 /// What connections get beyond the grace of their requests, to send what they have.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 

@@ -126,7 +126,7 @@ impl Head {
     /// Tokens with what is told of them: nothing of one that begins a text.
     fn logprobs(&self, app: &App, tokens: &[(Option<Told>, i64)], offsets: &[usize]) -> Value {
         let told = tokens.iter().filter_map(|(told, _)| told.as_ref());
-        let text = |token: i64| app.facts().codec.decode(&[token]).unwrap_or_default();
+        let text = |token: i64| app.facts().codec.token_text(token).unwrap_or_default();
         match self.style {
             Style::Chat => {
                 let one = |of: &Likelihood| {

@@ -105,6 +105,19 @@ impl Room {
         state.idle.extract_if(.., |_, idle| idle.is_arriving).for_each(|(_, idle)| idle.told.notify_one());
     }
 
+    /// Where bodies that have begun take too much together, the one that is on its way for longest gives way; when it has left, the
+    /// next, if that was not enough.
+    fn bound_bodies(&self, state: &mut State) {
+        if state.arriving_bytes <= self.most_arriving_bytes || state.leaving.is_some() {
+            return;
+        }
+        let oldest = state.idle.iter().find(|(_, idle)| idle.is_arriving).map(|(key, _)| *key);
+        if let Some((key, idle)) = oldest.and_then(|key| state.idle.remove_entry(&key)) {
+            idle.told.notify_one();
+            state.leaving = Some(key.1);
+        }
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         // Nothing that is done under the lock can be left half done.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -146,20 +159,12 @@ impl Place {
         self.forget_body(&mut state);
     }
 
-    /// Some bytes of the request's body are here. Where bodies that have begun take too much together, the one that is on its way
-    /// for longest gives way.
+    /// Some bytes of the request's body are here.
     fn has_received(&self, bytes: usize) {
         let mut state = self.room.state();
         self.arriving_bytes.fetch_add(bytes, Relaxed);
         state.arriving_bytes += bytes;
-        if state.arriving_bytes <= self.room.most_arriving_bytes || state.leaving.is_some() {
-            return;
-        }
-        let oldest = state.idle.iter().find(|(_, idle)| idle.is_arriving).map(|(key, _)| *key);
-        if let Some((key, idle)) = oldest.and_then(|key| state.idle.remove_entry(&key)) {
-            idle.told.notify_one();
-            state.leaving = Some(key.1);
-        }
+        self.room.bound_bodies(&mut state);
     }
 
     fn forget_body(&self, state: &mut State) {
@@ -197,6 +202,8 @@ impl Drop for Place {
         self.forget_body(&mut state);
         state.taken -= 1;
         state.leaving = state.leaving.filter(|leaving| *leaving != self.number);
+        // Others may have come in while this one left, and nothing more of them may come.
+        self.room.bound_bodies(&mut state);
         self.room.changed.notify_one();
     }
 }
@@ -345,6 +352,18 @@ mod tests {
         assert!(is_ready(places[1].is_needed()).await && !is_ready(places[2].is_needed()).await);
         drop((work, places));
         assert_eq!(room.state().arriving_bytes, 0);
+
+        // All of them come in before the first has left.
+        let [one, other, last] = [room.enter().await, room.enter().await, room.enter().await];
+        let work = [&one, &other, &last].map(|place| place.work(true));
+        [&one, &other, &last].into_iter().for_each(|place| place.has_received(900));
+        assert!(is_ready(one.is_needed()).await && !is_ready(other.is_needed()).await);
+        let [of_one, of_other, of_last] = work;
+        drop((of_one, one));
+        assert!(is_ready(other.is_needed()).await && !is_ready(last.is_needed()).await);
+        drop((of_other, other));
+        assert!(!is_ready(last.is_needed()).await, "there is room for one");
+        drop((of_last, last));
         assert_eq!(room.state().taken, 0);
     }
 }

@@ -164,6 +164,9 @@ impl Lines {
     }
 }
 
+/// Why a head is refused: [`super::listen::HEAD_BYTES`] and the library's own bound.
+pub(super) const LARGE_HEAD: &str = "the head of the request is too large: 100 headers and 64 KiB are taken";
+
 /// The library's own refusal with a body; none of our answers is an error without one.
 fn with_body(bytes: &[u8]) -> Option<Vec<u8>> {
     let head = std::str::from_utf8(bytes).ok()?.strip_suffix("\r\n\r\n")?;
@@ -175,9 +178,7 @@ fn with_body(bytes: &[u8]) -> Option<Vec<u8>> {
         return None;
     }
     let why = match status {
-        StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE => {
-            "the head of the request is too large: 100 headers and 64 KiB are taken"
-        }
+        StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE => LARGE_HEAD,
         StatusCode::URI_TOO_LONG => "the path of the request is too long",
         _ => {
             "this is no request of HTTP/1.1: it begins with a line such as GET /v1/models HTTP/1.1, then headers such as Host: localhost, of which one may be a Content-Length"

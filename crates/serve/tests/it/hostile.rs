@@ -286,6 +286,8 @@ fn bodies_that_are_no_json_too_large_or_of_another_kind_are_refused() {
 fn what_is_no_request_gets_the_body_that_all_errors_have() {
     let (_folder, server) = start(LIMITS, ServerOptions::default());
     let many: String = (0..200).map(|number| format!("x-{number}: 1\r\n")).collect();
+    // A little more than 64 KiB.
+    let large: String = (0..7).map(|number| format!("x-{number}: {}\r\n", "x".repeat(9_360))).collect();
     for (sent, status) in [
         ("GET / HTTP/9.9\r\n\r\n", 400),
         ("GET /\r\n\r\n", 400),
@@ -296,6 +298,7 @@ fn what_is_no_request_gets_the_body_that_all_errors_have() {
         ("POST / HTTP/1.1\r\nContent-Length: 4\r\nContent-Length: 5\r\n\r\n", 400),
         ("POST / HTTP/1.1\r\nno header\r\n\r\n", 400),
         (&format!("GET / HTTP/1.1\r\n{many}\r\n"), 431),
+        (&format!("GET / HTTP/1.1\r\nConnection: close\r\nHost: localhost\r\n{large}\r\n"), 431),
     ] {
         let reply = exchange(server.address, sent, b"").read_all();
         let what: String = sent.chars().take(60).collect();

@@ -65,12 +65,19 @@ pub trait Losses: Memory {
         let fitting = |bytes: usize| bytes / row_bytes.max(1);
         fitting(16 << 20).max(fitting(64 << 20).min(256))
     }
-    /// Per row of `logits [rows, classes]`, in [`Losses::logits_dtype`]: the loss into `losses [rows]`, and its gradient
-    /// where it is wanted. The logits are lost where there is a gradient.
+    /// How many columns logits of so many classes are held in, where whoever makes them may choose: as many, or more where
+    /// rows that begin anywhere would be multiplied slowly.
+    fn logits_columns(&self, classes: usize) -> usize {
+        classes
+    }
+    /// Per row of `logits [rows, columns]`, in [`Losses::logits_dtype`], of which the first `classes` columns count: the loss
+    /// into `losses [rows]`, and its gradient where it is wanted. The logits are lost where there is a gradient; what the other
+    /// columns hold is finite if it was.
     fn cross_entropy_rows(
         &self,
         options: &CrossEntropyOptions,
         logits: Out<'_>,
+        classes: usize,
         targets: &Tensor,
         losses: Out<'_>,
         gradient: LossGradient<'_>,

@@ -1,8 +1,10 @@
 //! Looking things up: embedding, gather, index_select, top-k, one-hot.
 
 use crate::autograd::{contribute_rows, has_contribution, needs_grad, record};
+use crate::backend::Comparison;
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
+use crate::ops::elementwise::{compare, select};
 use crate::ops::shape::around;
 use crate::ops::{expect_float, gradient_like};
 use crate::param::Operand;
@@ -45,6 +47,22 @@ fn looked_up(table: &Operand, ids: &Tensor) -> Result<Tensor> {
         let mut dtable = gradient_like(&saved, *saved.shape(), dout.dtype(), dout.device())?;
         dout.device().backend().embedding_backward(&ids, &dout, dtable.out()?)?;
         Ok(vec![Some(dtable)])
+    }))
+}
+
+/// `x [ids.., width]`, whose rows of one id get no gradient.
+pub fn without_gradient_of(x: &Tensor, ids: &Tensor, id: i64) -> Result<Tensor> {
+    let ids = ids.detach();
+    Ok(record("without_gradient_of", &[&Operand::from(x)], x.detach(), move |dx| {
+        let id = match ids.dtype() {
+            DType::I32 => Tensor::from_slice(&[id as i32], [1], ids.device())?,
+            _ => Tensor::from_slice(&[id], [1], ids.device())?,
+        };
+        let is_id = compare(Comparison::Equal, &ids, &id)?;
+        let mut sizes = ids.sizes().to_vec();
+        sizes.push(1);
+        let zero = Tensor::zeros([], dx.dtype(), dx.device())?;
+        Ok(vec![Some(select(&is_id.view(&sizes)?, &zero, &dx)?)])
     }))
 }
 

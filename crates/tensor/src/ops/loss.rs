@@ -2,7 +2,7 @@
 
 use crate::autograd::{Own, needs_grad, record};
 pub use crate::backend::CrossEntropyOptions;
-use crate::backend::{Gemm, LossGradient, Matrix};
+use crate::backend::{Device, Gemm, LossGradient, Matrix};
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
 use crate::memory::Category;
@@ -10,6 +10,7 @@ use crate::ops::{WeightLayout, lent_place};
 use crate::out::Out;
 use crate::param::Operand;
 use crate::profile;
+use crate::shape::Shape;
 use crate::tensor::Tensor;
 use crate::with_category;
 
@@ -23,10 +24,15 @@ pub trait RowLoss {
     fn classes(&self, own: usize) -> usize {
         own
     }
-    /// As [`Sums::cross_entropy_rows`](crate::backend::Losses::cross_entropy_rows).
+    /// How many columns logits of so many classes are held in on a device.
+    fn columns(&self, _device: &Device, classes: usize) -> usize {
+        classes
+    }
+    /// As [`Losses::cross_entropy_rows`](crate::backend::Losses::cross_entropy_rows).
     fn rows(
         &self,
         logits: &mut Tensor,
+        classes: usize,
         targets: &Tensor,
         losses: Out<'_>,
         gradient: LossGradient<'_>,
@@ -38,15 +44,20 @@ impl RowLoss for CrossEntropyOptions {
         self.ignore_index
     }
 
+    fn columns(&self, device: &Device, classes: usize) -> usize {
+        device.backend().logits_columns(classes)
+    }
+
     fn rows(
         &self,
         logits: &mut Tensor,
+        classes: usize,
         targets: &Tensor,
         losses: Out<'_>,
         gradient: LossGradient<'_>,
     ) -> Result<()> {
         let device = logits.device().clone();
-        device.backend().cross_entropy_rows(self, logits.out()?, targets, losses, gradient)
+        device.backend().cross_entropy_rows(self, logits.out()?, classes, targets, losses, gradient)
     }
 }
 
@@ -97,7 +108,7 @@ pub fn cross_entropy(
     device.backend().cast(&value, work.out()?)?;
     let mut losses = Tensor::empty([rows], DType::F32, device)?;
     let gradient = if recording { LossGradient::OverLogits } else { LossGradient::Nowhere };
-    losses_of.rows(&mut work, targets, losses.out()?, gradient)?;
+    losses_of.rows(&mut work, classes, targets, losses.out()?, gradient)?;
     let loss = mean_loss(&losses, &counted)?;
     if !recording {
         return Ok(loss);
@@ -127,6 +138,16 @@ pub fn linear_cross_entropy(
     let sizes = || format!("weight={}", owner.shape());
     let run = || recorded_linear_cross_entropy(x, weight, layout, targets, &losses_of);
     profile::in_module_of(Some(&owner), "Linear", sizes, run)
+}
+
+/// A table with rows of zeros behind it.
+fn filled_up(table: &Tensor, rows: usize) -> Result<Tensor> {
+    let (own, width) = (table.shape().rows(), table.shape().last());
+    let (device, backend) = (table.device(), table.device().backend());
+    let mut filled = Tensor::empty([rows, width], table.dtype(), device)?;
+    backend.copy(table, filled.out()?.part(0, [own, width])?.out())?;
+    backend.fill(filled.out()?.part(own * width, [rows - own, width])?.out(), 0.0)?;
+    Ok(filled)
 }
 
 fn recorded_linear_cross_entropy(
@@ -161,13 +182,21 @@ fn recorded_linear_cross_entropy(
     let table = weight.read()?;
     let mut losses = Tensor::empty([rows], DType::F32, &device)?;
     let held = backend.logits_dtype(dtype);
+    // Where logits have more columns than classes, so has the weight rows: every product then begins where units like it.
+    let columns = match layout {
+        WeightLayout::OutIn => losses_of.columns(&device, classes),
+        WeightLayout::InOut => classes,
+    };
+    let filled_up = (columns > classes).then(|| filled_up(&table, columns)).transpose()?;
+    let table_rows = filled_up.as_ref().unwrap_or(&table);
     let most = backend.logits_rows(losses_of.classes(classes) * held.size_bytes()).clamp(16, rows.max(16));
     // Of equal size: a small rest would keep few of the device's units busy.
     let chunk = rows.div_ceil(rows.div_ceil(most).max(1)).next_multiple_of(16).max(16);
     let mut dx = if wants[0] { Some(Tensor::empty(*x.shape(), dtype, &device)?) } else { None };
     // Sums over chunks stay in f32 and are rounded once, in backward.
     let mut dweight = if wants[1] {
-        Some(with_category(Category::Gradients, || Tensor::empty(*weight.shape(), DType::F32, &device))?)
+        let shape = if columns > classes { Shape::from([columns, width]) } else { *weight.shape() };
+        Some(with_category(Category::Gradients, || Tensor::empty(shape, DType::F32, &device))?)
     } else {
         None
     };
@@ -176,15 +205,15 @@ fn recorded_linear_cross_entropy(
     for start in (0..rows).step_by(chunk) {
         let count = chunk.min(rows - start);
         let x_chunk = flat.slice(start * width, [count, width])?;
-        let mut logits = Tensor::empty([count, classes], held, &device)?;
-        let w = Matrix { transposed, ..Matrix::whole(&table) };
+        let mut logits = Tensor::empty([count, columns], held, &device)?;
+        let w = Matrix { transposed, ..Matrix::whole(table_rows) };
         profile::count_product(1, count, classes, width);
-        backend.gemm(Gemm::plain(count, classes, width, Matrix::whole(&x_chunk), w, logits.out()?))?;
+        backend.gemm(Gemm::plain(count, columns, width, Matrix::whole(&x_chunk), w, logits.out()?))?;
         let target_chunk = targets.view([rows])?.slice(start, [count])?;
         let mut loss_chunk = losses.out()?.part(start, [count])?;
         let mut loss = |logits: &mut Tensor, gradient: LossGradient<'_>| {
             losses_of
-                .rows(logits, &target_chunk, loss_chunk.out(), gradient)
+                .rows(logits, classes, &target_chunk, loss_chunk.out(), gradient)
                 .map_err(|error| behind(start, error))
         };
         if !recording {
@@ -201,15 +230,15 @@ fn recorded_linear_cross_entropy(
         };
         if let Some(dx) = &mut dx {
             let mut target = dx.out()?.part(start * width, [count, width])?;
-            let w = Matrix { transposed: !transposed, ..Matrix::whole(&table) };
+            let w = Matrix { transposed: !transposed, ..Matrix::whole(table_rows) };
             profile::taking_gradients(|| {
                 profile::count_product(1, count, width, classes);
-                backend.gemm(Gemm::plain(count, width, classes, Matrix::whole(&gradient), w, target.out()))
+                backend.gemm(Gemm::plain(count, width, columns, Matrix::whole(&gradient), w, target.out()))
             })?;
         }
         if let Some(dweight) = &mut dweight {
             let (left, right, m, n) = match layout {
-                WeightLayout::OutIn => (&gradient, &x_chunk, classes, width),
+                WeightLayout::OutIn => (&gradient, &x_chunk, columns, width),
                 WeightLayout::InOut => (&x_chunk, &gradient, width, classes),
             };
             let (a, b) = (Matrix::transposed(left), Matrix::whole(right));
@@ -219,7 +248,11 @@ fn recorded_linear_cross_entropy(
             })?;
         }
     }
-    drop(table);
+    drop((table, filled_up));
+    let dweight = match dweight {
+        Some(all) if columns > classes => Some(all.slice(0, *weight.shape())?),
+        all => all,
+    };
     let loss = mean_loss(&losses, &counted)?;
     if !recording {
         return Ok(loss);

@@ -38,7 +38,7 @@ pub use few_rows::{linear_onto, normed_gate, normed_linears};
 pub use grouped::{GroupWeights, GroupedLayer, grouped_linear};
 pub use grouped_mlp::{grouped_gated_mlp, routed_gated_mlp};
 pub use image::{avg_pool2d, conv2d, max_pool2d};
-pub use index::{embedding, gather, index_select, one_hot, top_k};
+pub use index::{embedding, gather, index_select, one_hot, top_k, without_gradient_of};
 pub use linear::{WeightLayout, linear, linear_activation, mlp};
 pub use loss::{CrossEntropyOptions, RowLoss, cross_entropy, linear_cross_entropy};
 pub use matmul::matmul;

@@ -11,6 +11,7 @@
 mod slice;
 
 use std::ops::{Deref, Range};
+use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -70,7 +71,8 @@ pub type StoreError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Where parameters' bytes live.
 pub trait ParamStore: Send + Sync {
-    /// Makes the value of parameter `index` resident and returns it. Paired with one [`ParamStore::release`].
+    /// Makes the value of parameter `index` resident and returns it. Paired with one [`ParamStore::release`]. A store that
+    /// will write other values to the same memory lends it by [`crate::Borrows`] and asks that before it writes.
     fn acquire(&self, index: usize) -> Result<Tensor, StoreError>;
     /// Ends one borrow; after the last one the store may drop the value.
     fn release(&self, index: usize);
@@ -289,10 +291,15 @@ impl Param {
         TensorError::Store { name: self.0.name.clone(), source }
     }
 
-    /// Borrows the value.
+    /// Borrows the value. While the guard or a tensor that was made of it without copying (a clone, a view, a slice) is there,
+    /// what would change the value is refused and names this line: an optimizer's step, a checkpoint that is loaded.
+    #[track_caller]
     pub fn read(&self) -> Result<Value> {
         let attachment = self.attachment()?;
         let tensor = attachment.store.acquire(attachment.index).map_err(|source| self.store_error(source))?;
+        if let Some(borrow) = tensor.borrow() {
+            borrow.note(Location::caller());
+        }
         let value = Value { tensor, borrowed: Some(self.clone()) };
         if value.shape() != self.shape() {
             return Err(TensorError::ShapeMismatch {
@@ -386,6 +393,7 @@ impl Operand {
     }
 
     /// Borrows the value, all of which is read.
+    #[track_caller]
     pub fn read(&self) -> Result<Value> {
         let value = self.look()?;
         profile::count_bytes(value.size_bytes());
@@ -393,6 +401,7 @@ impl Operand {
     }
 
     /// Borrows the value, of which some is read.
+    #[track_caller]
     pub(crate) fn look(&self) -> Result<Value> {
         match self {
             Operand::Tensor(tensor) => Ok(Value { tensor: tensor.clone(), borrowed: None }),

@@ -47,6 +47,7 @@ impl Case {
             .cross_entropy_rows(
                 &options,
                 logits.out().unwrap(),
+                self.classes,
                 &targets,
                 losses.out().unwrap(),
                 LossGradient::OverLogits,

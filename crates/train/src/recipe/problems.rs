@@ -76,6 +76,13 @@ impl Recipe {
         self.eval.problems(self.objective().measures(), self.validates(), &mut refuse);
         self.data.problems(&mut refuse);
         self.model.problems(&mut refuse);
+        if let Some(adapter) = &self.adapter {
+            adapter.problems(&mut refuse);
+            refuse(
+                !self.model.frozen.is_empty(),
+                "model.frozen: with [adapter] all weights of the model stay as they are; leave it out".into(),
+            );
+        }
         if let Some(training) = &self.training {
             training.problems(&mut refuse);
             let mesh = self.mesh();

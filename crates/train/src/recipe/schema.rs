@@ -14,6 +14,12 @@ enum Kind {
     Number,
     Bool,
     Texts,
+    /// One text, or several.
+    TextOrTexts,
+    /// Whole numbers by names that nobody knows beforehand.
+    Counts,
+    /// Numbers, likewise.
+    Numbers,
     /// A share, or files.
     NumberOrTexts,
     Table(&'static [Key]),
@@ -47,6 +53,7 @@ const RECIPE: &[Key] = &[
     key("gradient_norms_every", Kind::Count),
     key("objective", Kind::Table(OBJECTIVE)),
     required("model", Kind::Table(MODEL), || json!({ "preset": "gpt2" })),
+    key("adapter", Kind::Table(ADAPTER)),
     required("data", Kind::Table(DATA), || json!({ "synthetic": 2, "sequence": 2 })),
     key("training", Kind::Table(TRAINING)),
     key(
@@ -90,6 +97,34 @@ const MODEL: &[Key] = &[
     key("dropout", Kind::Number),
     key("activation_checkpointing", Kind::Bool),
     key("mlp_chunk", Kind::Count),
+    key("frozen", Kind::Texts),
+];
+
+const ADAPTER: &[Key] = &[
+    key("kind", Kind::Text),
+    key("path", Kind::Text),
+    key("rank", Kind::Count),
+    key("alpha", Kind::Number),
+    key("dropout", Kind::Number),
+    key("target_modules", Kind::TextOrTexts),
+    key("modules_to_save", Kind::Texts),
+    key("rank_pattern", Kind::Counts),
+    key("alpha_pattern", Kind::Numbers),
+    key("use_rslora", Kind::Bool),
+    key("use_dora", Kind::Bool),
+    key("bias", Kind::Text),
+];
+
+/// What other programs call a key of recipes.
+const KNOWN_ELSEWHERE: [(&str, &str); 8] = [
+    ("lora", "[adapter], with rank, alpha, target_modules"),
+    ("qlora", "[adapter], with rank, alpha, target_modules"),
+    ("dora", "[adapter], with use_dora = true"),
+    ("peft", "[adapter], with rank, alpha, target_modules"),
+    ("adapter.r", "adapter.rank"),
+    ("adapter.lora_alpha", "adapter.alpha"),
+    ("adapter.lora_dropout", "adapter.dropout"),
+    ("adapter.targets", "adapter.target_modules"),
 ];
 
 const DATA: &[Key] = &[
@@ -218,7 +253,10 @@ fn check_table(table: &mut Map<String, Value>, keys: &[Key], prefix: &str, probl
     for name in unknown {
         table.remove(&name);
         let names = keys.iter().map(|key| key.name);
+        let path = format!("{prefix}{name}");
+        let elsewhere = KNOWN_ELSEWHERE.iter().find(|(known, _)| *known == path);
         let advice = match nearest(&name, names.clone()) {
+            _ if let Some((_, own)) = elsewhere => format!("here it is {own}"),
             Some(near) => format!("did you mean '{prefix}{near}'?"),
             None => format!("known are {}", names.collect::<Vec<_>>().join(", ")),
         };
@@ -253,12 +291,18 @@ fn check_table(table: &mut Map<String, Value>, keys: &[Key], prefix: &str, probl
 /// What a value should have been, if it is not.
 fn misfit(kind: &Kind, value: &Value) -> Option<&'static str> {
     let texts = |value: &Value| value.as_array().is_some_and(|list| list.iter().all(Value::is_string));
+    let all = |value: &Value, is: fn(&Value) -> bool| {
+        value.as_object().is_some_and(|fields| fields.values().all(is))
+    };
     let (fits, wanted) = match kind {
         Kind::Text => (value.is_string(), "a text"),
         Kind::Count => (value.is_u64(), "a whole number, 0 or more"),
         Kind::Number => (value.is_number(), "a number"),
         Kind::Bool => (value.is_boolean(), "true or false"),
         Kind::Texts => (texts(value), "a list of texts"),
+        Kind::TextOrTexts => (value.is_string() || texts(value), "a text or a list of texts"),
+        Kind::Counts => (all(value, Value::is_u64), "a table of whole numbers"),
+        Kind::Numbers => (all(value, Value::is_number), "a table of numbers"),
         Kind::NumberOrTexts => (value.is_number() || texts(value), "a share in 0..1 or a list of files"),
         Kind::Table(_) => (value.is_object(), "a table of keys"),
         Kind::DsConfig => (value.is_object() || value.is_string(), "a table or the path of a ds_config.json"),

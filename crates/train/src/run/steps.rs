@@ -15,7 +15,7 @@ use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_tensor::Tensor;
 
 use super::{Progress, Run, RunInfo};
-use crate::architecture::{self, check_same};
+use crate::architecture::{self, check_adapter, check_same};
 use crate::checkpoint::{Checkpoints, Ending, Resumed, RunState, StopRequests};
 use crate::error::{Result, TrainError};
 use crate::folder::RunFolder;
@@ -46,6 +46,7 @@ impl Run<'_> {
         self.health = Health::new(self.recipe.max_bad_steps, self.engine.config().precision, step, earlier);
         if let Some(state) = state {
             check_same(&loaded.path, &state.model_config, &self.model_config)?;
+            check_adapter(&loaded.path, state.adapter.as_ref(), self.adapter.as_ref())?;
             changes.extend(architecture::changes(&state.model_config, &self.model_config));
             self.tokens = state.tokens;
             self.best = state.best;
@@ -82,6 +83,7 @@ impl Run<'_> {
             trail: self.health.trail(),
             pass: self.order.pass().cloned(),
             best: self.best,
+            adapter: self.adapter.clone(),
         }
     }
 

@@ -210,7 +210,7 @@ fn kinds_of_data_do_not_mix() {
         (r#""synthetic": 1000, "text": ["x"]"#, "there are text and synthetic"),
         (r#""jsonl": []"#, "data.jsonl: names no file or folder"),
         (r#""synthetic": 1000, "field": "a""#, "data.field: belongs to data.jsonl, not to data.synthetic"),
-        (r#""synthetic": 1000, "cache": "a""#, "data.cache: belongs to text, jsonl and parquet"),
+        (r#""synthetic": 1000, "cache": "a""#, "data.cache: belongs to text, jsonl, parquet and samples"),
         (r#""synthetic": 1000, "validation": ["a"]"#, "data.validation: synthetic data has no files"),
         (r#""synthetic": 1000, "validation": 1.5"#, "data.validation: 1.5 is not a share"),
         (r#""synthetic": 10"#, "data: 10 tokens do not make a sequence of 16 tokens"),

@@ -7,7 +7,7 @@
 use ferrospeed_tensor::backend::Unary;
 use ferrospeed_tensor::{Out, Tensor, ops};
 
-use super::{Arrived, InFlight, Reducer, Segment};
+use super::{Arrived, InFlight, Reducer, Road, Segment};
 use crate::buckets::Kind;
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
@@ -38,6 +38,11 @@ impl Reducer {
         }
         let why = "the gradients of this step are averaged over ranks already: call step, or zero_grad, before another backward; if the accumulation was to go on, say so before backward (set_gradient_accumulation_boundary)";
         Err(ZeroError::Request(why.into()))
+    }
+
+    /// Whether what is here is everybody's average; else it is what this rank has added up so far.
+    pub(crate) fn is_averaged(&self) -> bool {
+        !self.sums_up() || self.settled || self.roads.iter().all(Road::is_short)
     }
 
     /// Adds a parameter's gradient to what earlier micro-batches brought.

@@ -133,6 +133,8 @@ pub(super) fn build_share(
     // Below stage 3 all owners read the same weights and each updates its own part of them.
     let (place, among): (fn(&Group, _, _, &_, _) -> _, _) = match &ownership.owners {
         Some(owners) if stage != Stage::Parameters => (common, owners),
+        // What nobody trains is written here, and never again.
+        None if !trained && stage != Stage::Parameters => (common, &sharding.shard),
         _ => (reachable, &sharding.shard),
     };
     let homes = &options.homes;
