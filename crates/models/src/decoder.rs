@@ -9,6 +9,7 @@ mod config;
 mod judged;
 mod labels;
 mod mlp_chunks;
+mod noise;
 mod page_steps;
 mod pages;
 mod places;
@@ -106,6 +107,10 @@ pub struct Decoder {
     sequence: Option<SequenceParallel>,
     /// How many tokens feed-forward layers take at a time.
     mlp_chunks: MlpChunks,
+    /// How losses are taken that are trained on.
+    training_loss: CrossEntropyOptions,
+    /// How loud the noise is on embeddings in training.
+    embedding_noise: Option<f32>,
 }
 
 impl Decoder {
@@ -236,6 +241,8 @@ impl Decoder {
             checkpoint_times: None,
             sequence: None,
             mlp_chunks: MlpChunks::default(),
+            training_loss: CrossEntropyOptions::default(),
+            embedding_noise: None,
         }
     }
 
@@ -273,6 +280,16 @@ impl Decoder {
     /// How many tokens feed-forward layers take at a time; mixtures of experts take all.
     pub fn set_mlp_chunks(&mut self, chunks: MlpChunks) {
         self.mlp_chunks = chunks;
+    }
+
+    /// How losses are taken in training, with label smoothing or a z-loss; in evaluation they are what they are.
+    pub fn set_training_loss(&mut self, options: CrossEntropyOptions) {
+        self.training_loss = options;
+    }
+
+    /// Adds noise to embeddings in training ([`noise`]); 5 is usual.
+    pub fn set_embedding_noise(&mut self, alpha: Option<f32>) {
+        self.embedding_noise = alpha;
     }
 
     /// Times blocks that are recomputed, forward and backward; the device is waited for at each.
@@ -385,7 +402,7 @@ impl Decoder {
     /// get the whole loss, and each the gradients of its part: summed over the ranks, they are the whole's.
     pub fn loss(&self, tokens: &Tokens, labels: &Tensor, mode: Mode) -> Result<Tensor> {
         let (hidden, routers) = self.run(tokens, None, mode, None)?;
-        self.whole_loss(&hidden, &routers, tokens, labels)
+        self.whole_loss(&hidden, &routers, tokens, labels, mode)
     }
 
     /// The loss of the next tokens and, in a mixture, of the balance of its experts.
@@ -395,8 +412,13 @@ impl Decoder {
         routers: &RouterLogits,
         tokens: &Tokens,
         labels: &Tensor,
+        mode: Mode,
     ) -> Result<Tensor> {
-        let loss = self.document_loss(hidden, labels, tokens.documents.as_deref())?;
+        let options = match mode {
+            Mode::Train => self.training_loss,
+            Mode::Evaluate => CrossEntropyOptions::default(),
+        };
+        let loss = self.document_loss(hidden, labels, tokens.documents.as_deref(), options)?;
         // An even share leaves all bits as they are.
         let loss = match tokens.weight.filter(|&weight| weight != 1.0) {
             Some(weight) => ops::affine(&loss, weight, 0.0)?,
@@ -430,7 +452,7 @@ impl Decoder {
     /// The loss from a hidden state. The last token predicts nothing, so its row does not count. Labels are those of whole
     /// sequences, whichever part of them the hidden state has.
     pub fn next_token_loss(&self, hidden: &Tensor, labels: &Tensor) -> Result<Tensor> {
-        self.document_loss(hidden, labels, None)
+        self.document_loss(hidden, labels, None, CrossEntropyOptions::default())
     }
 
     /// The same where documents share sequences: the last token of each predicts nothing.
@@ -439,8 +461,8 @@ impl Decoder {
         hidden: &Tensor,
         labels: &Tensor,
         documents: Option<&[Vec<usize>]>,
+        options: CrossEntropyOptions,
     ) -> Result<Tensor> {
-        let options = CrossEntropyOptions::default();
         let ignored = options.ignore_index;
         let targets = next_labels(labels, ignored, documents)?;
         let part = self.shared(labels)?;

@@ -13,6 +13,7 @@ use ferrospeed_engine::{Engine, EngineError, LoadOptions, Loaded, SaveOptions};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::best::Best;
 use crate::data_state::DataState;
 use crate::error::{Result, TrainError};
 use crate::folder::RunFolder;
@@ -84,6 +85,9 @@ pub(crate) struct RunState {
     /// How far it is through the sequences that a curriculum has let in.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) pass: Option<Pass>,
+    /// Its best validation.
+    #[serde(default)]
+    pub(crate) best: Best,
     /// Where adapters are trained: how, and on which weights.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) adapter: Option<AdapterState>,

@@ -87,6 +87,16 @@ impl RunFolder {
         self.0.join("model")
     }
 
+    /// `model-best/`, of a run that keeps the weights of its best validation.
+    pub fn best_model(&self) -> PathBuf {
+        self.0.join("model-best")
+    }
+
+    /// `samples.jsonl`, of a run that writes samples on its way.
+    pub fn samples(&self) -> PathBuf {
+        self.0.join("samples.jsonl")
+    }
+
     /// Whether a run has left its weights.
     pub fn holds_weights(&self) -> bool {
         let named = ["model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"];
@@ -209,7 +219,7 @@ impl RunFolder {
     }
 
     /// What a run leaves here; texts that became tokens are not among it.
-    fn left_by_run(&self) -> [PathBuf; 13] {
+    fn left_by_run(&self) -> [PathBuf; 15] {
         [
             self.log(),
             self.eval(),
@@ -221,6 +231,8 @@ impl RunFolder {
             self.config(),
             self.checkpoints(),
             self.model(),
+            self.best_model(),
+            self.samples(),
             self.wandb(),
             self.logs(),
             self.0.join("events"),

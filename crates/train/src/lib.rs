@@ -6,6 +6,7 @@
 mod adapter;
 mod analysis;
 mod architecture;
+mod best;
 mod checkpoint;
 mod curriculum;
 mod data_state;

@@ -231,6 +231,10 @@ impl ModelPlan {
         }
         decoder.set_activation_checkpointing(recipe.model.activation_checkpointing);
         decoder.set_mlp_chunks(recipe.model.mlp_chunks());
+        if let Some(training) = &recipe.training {
+            decoder.set_training_loss(training.loss_options());
+            decoder.set_embedding_noise(training.embedding_noise());
+        }
         match sparse_attention(recipe) {
             Ok(kind) => decoder.set_sparse_attention(kind.as_ref()),
             Err(problem) => problems.extend(problem),

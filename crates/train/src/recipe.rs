@@ -60,6 +60,9 @@
 //! [eval]
 //! every = 50
 //! sequences = 64
+//! at_start = true          # before the first step, too
+//! keep_best = true         # the weights of the best one stay in model-best/
+//! patience = 5             # the run ends after so many in a row that were no better
 //!
 //! [save]                   # default: only when the run is stopped by a signal
 //! every = 100              # steps; 0 saves at the end alone
@@ -303,6 +306,21 @@ pub struct EvalRecipe {
     /// On this many sequences; 0 takes all.
     #[serde(default)]
     pub sequences: u64,
+    /// Before the first step, too.
+    #[serde(default, skip_serializing_if = "is_not")]
+    pub at_start: bool,
+    /// Whether the weights of the best validation are kept in `model-best/`.
+    #[serde(default, skip_serializing_if = "is_not")]
+    pub keep_best: bool,
+    /// The run ends after so many validations in a row that were no better than the best.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub patience: Option<u64>,
+    /// By how much one has to be better to count as such; default 0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub min_gain: Option<f64>,
+    /// What is compared: `loss` (the default), or a measure of the objective.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measure: Option<String>,
 }
 
 /// When it is saved.
@@ -323,17 +341,27 @@ pub struct SaveRecipe {
     pub background: bool,
 }
 
-/// Text to write at the end.
+/// Text to write at the end, and on the way.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SampleRecipe {
     /// How it starts.
     pub prompt: String,
+    /// How others start that are written too.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub prompts: Vec<String>,
+    /// Every this many steps; 0 only at the end.
+    #[serde(default, skip_serializing_if = "is_never")]
+    pub every: u64,
     /// How long it is.
     pub tokens: u64,
     /// How freely it is drawn; 0 takes the likeliest.
     #[serde(default)]
     pub temperature: f32,
+}
+
+fn is_not(said: &bool) -> bool {
+    !said
 }
 
 fn is_never(every: &u64) -> bool {

@@ -88,6 +88,18 @@ impl Records {
         self.tolerate(logged);
     }
 
+    /// What the model wrote on the way. Samples from after the checkpoint that a run goes on from stay beside the new ones.
+    pub(crate) fn samples(&mut self, step: u64, texts: &[String]) {
+        let line = json!({ "step": step, "samples": texts }).to_string() + "\n";
+        let path = self.folder.samples();
+        let options = std::fs::OpenOptions::new().create(true).append(true).clone();
+        let written = ferrospeed_files::open_to_write(&path, &options)
+            .and_then(|mut file| std::io::Write::write_all(&mut file, line.as_bytes()));
+        if let Err(error) = written {
+            tracing::warn!("{}: {error}; the report will lack the samples of step {step}", path.display());
+        }
+    }
+
     /// Writes `report.html` from the logs.
     pub(crate) fn finish(self, title: &str, info: &RunInfo, summary: &Summary) -> Result<()> {
         let mut facts = info.facts();
@@ -130,6 +142,7 @@ fn write_report(
             ferrospeed_files::read_text(&path, MAX_DOCUMENT_BYTES).map_err(TrainError::io(&path))?,
         ));
     }
+    documents.extend(samples_on_the_way(folder).map(|samples| ("samples on the way".to_owned(), samples)));
     documents.extend(sample.map(|sample| ("sample".to_owned(), sample)));
     // A run that was not profiled has none.
     let roofline: Option<Roofline> = ferrospeed_files::read(folder.roofline(), MAX_DOCUMENT_BYTES)
@@ -144,6 +157,17 @@ fn write_report(
         roofline: roofline.as_ref(),
     });
     ferrospeed_files::write(folder.report(), page).map_err(TrainError::io(folder.report()))
+}
+
+/// What the model wrote while it was trained, step by step.
+fn samples_on_the_way(folder: &RunFolder) -> Option<String> {
+    let text = ferrospeed_files::read_text(folder.samples(), MAX_DOCUMENT_BYTES).ok()?;
+    let lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let steps = lines.map(|line| {
+        let samples = line["samples"].as_array().into_iter().flatten().filter_map(Value::as_str);
+        format!("step {}\n{}\n", line["step"], samples.collect::<Vec<_>>().join("\n\n"))
+    });
+    Some(steps.collect::<Vec<_>>().join("\n"))
 }
 
 /// The report of a run that failed, from what it had written, and the note that it did. Whoever started the run calls it. A finished

@@ -25,6 +25,7 @@ use ferrospeed_models::decoder::{CheckpointTimes, FeedForward};
 use ferrospeed_nn::SequenceParallel;
 use ferrospeed_nn::adapter::Start;
 use ferrospeed_nn::tensor_parallel::Between;
+use ferrospeed_observe::EvalRecord;
 use ferrospeed_observe::monitor::TensorBoard;
 use ferrospeed_observe::trace::Activity;
 use ferrospeed_tensor::Device;
@@ -34,6 +35,7 @@ use ferrospeed_tune::plan::{Operands, Processor};
 use serde_json::{Value, json};
 
 use crate::adapter;
+use crate::best::{Best, Standing};
 use crate::checkpoint::{AdapterState, Checkpoints, Ending, StopRequests};
 use crate::curriculum::Order;
 use crate::data_state::DataState;
@@ -101,6 +103,8 @@ struct Run<'a> {
     flops_per_token: f64,
     tokens: u64,
     health: Health,
+    /// Its best validation so far.
+    best: Best,
     /// With `activation_checkpointing.profile`.
     checkpoint_times: Option<Arc<CheckpointTimes>>,
     /// What checkpoints of a run with adapters say of them.
@@ -150,7 +154,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         "data": data,
     });
     let made_from = json!({
-        "read": setup.read, "seed": recipe.seed, "dtype": format!("{:?}", setup.config.precision.data_type()),
+        "read": setup.read, "adapter": recipe.adapter, "seed": recipe.seed, "dtype": format!("{:?}", setup.config.precision.data_type()),
         "rows": [sequences.count(Split::Train), sequences.count(Split::Validation)],
     });
     // The recipe says after how many bad steps a run ends.
@@ -225,6 +229,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         position: Position::default(),
         tokens: 0,
         health,
+        best: Best::default(),
         checkpoint_times,
         adapter: adapter_state,
     };
@@ -307,6 +312,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         }
         return Err(TrainError::StoppedAtOnce(ending));
     }
+    if recipe.eval.at_start && summary.steps == 0 && !job.is_experiment {
+        run.validate(0, records.as_mut(), progress, &mut summary)?;
+    }
     let mut times_ms = [Vec::new(), Vec::new()];
     let mut changes = Changes::default();
     let mut unsaved = None;
@@ -323,6 +331,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         if observed {
             record.routing = routing::over_ranks(&run.model, &run.engine, sizes.tensor.get())?;
             routing::monitor(&mut run.engine, &record.routing);
+            for (name, value) in &record.measures {
+                run.engine.monitor(&format!("Train/Samples/{name}"), *value);
+            }
             record.rank_memory_bytes = changes.of(std::mem::take(&mut record.rank_memory_bytes));
         }
         (summary.steps, summary.new_steps) = (step, summary.new_steps + 1);
@@ -339,23 +350,25 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         verdict.map_err(|divergence| divergence.verdict(&folder.checkpoints()))?;
         times_ms[usize::from(observed)].push(step_begin.elapsed().as_secs_f64() * 1e3);
         summary.ending = asked.filter(|_| step < recipe.steps).unwrap_or(Ending::Finished);
-        let last = step == recipe.steps || asked.is_some();
+        let mut last = step == recipe.steps || asked.is_some();
         let due = recipe.eval.every > 0 && step.is_multiple_of(recipe.eval.every);
         let at_end = last && summary.ending != Ending::Left && !job.is_experiment;
         if (due || at_end)
-            && run.sequences.count(Split::Validation) > 0
-            && let Some(record) = run.evaluate(step)?
+            && let Some(record) = run.validate(step, records.as_mut(), progress, &mut summary)?
         {
-            summary.validation_loss = Some(record.loss);
             if due {
                 run.engine.observe_metric(f64::from(record.loss));
             }
-            if let Some(records) = &mut records {
-                let begin = Instant::now();
-                records.eval(&record);
-                run.engine.monitor("Validation/Samples/loss", record.loss.into());
-                progress.eval(&record);
-                summary.observing_seconds += begin.elapsed().as_secs_f64();
+            last |= run.compare(&record, folder, progress)? == Standing::Enough;
+        }
+        let shows = recipe
+            .sample
+            .as_ref()
+            .is_some_and(|sample| sample.every > 0 && step.is_multiple_of(sample.every));
+        if shows && !job.is_experiment {
+            let samples = run.samples()?;
+            if let (Some(records), Some(samples)) = (&mut records, samples) {
+                records.samples(step, &samples);
             }
         }
         checkpoints.look(&mut run.engine, progress)?;
@@ -396,11 +409,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         unsaved = unsaved.or(written.err().map(|error| format!("its trace is missing: {error}")));
     }
     if summary.ending != Ending::Left && !job.is_experiment {
-        let exported = match (&recipe.model.path, run.model.adapters()) {
-            (Some(base), Some(_)) => adapter::export(&run.engine, &run.model, base, &folder.model()),
-            _ => export(&run.engine, &run.model, &run.model_config, &folder.model()),
-        };
-        match exported {
+        match run.export(&folder.model()) {
             // All ranks have failed together.
             Err(TrainError::Checkpoint(error)) if !matches!(error, CheckpointError::Comm(_)) => {
                 let kept = summary.checkpoint.as_ref().map_or(String::new(), |path| {
@@ -414,7 +423,7 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
             }
             exported => exported?,
         }
-        summary.sample = run.sample()?;
+        summary.sample = run.samples()?.map(|samples| samples.join("\n\n"));
         if let (0, Some(sample)) = (rank, &summary.sample) {
             let written =
                 ferrospeed_files::write(folder.sample(), sample).map_err(TrainError::io(folder.sample()));
@@ -459,6 +468,75 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
             }
             Ok(summary)
         }
+    }
+}
+
+impl Run<'_> {
+    /// Measures what is only measured, if there is such, and writes it down.
+    fn validate(
+        &mut self,
+        step: u64,
+        records: Option<&mut Records>,
+        progress: &mut dyn Progress,
+        summary: &mut Summary,
+    ) -> Result<Option<EvalRecord>> {
+        if self.sequences.count(Split::Validation) == 0 {
+            return Ok(None);
+        }
+        let Some(record) = self.evaluate(step)? else { return Ok(None) };
+        summary.validation_loss = Some(record.loss);
+        if let Some(records) = records {
+            let begin = Instant::now();
+            records.eval(&record);
+            self.engine.monitor("Validation/Samples/loss", record.loss.into());
+            for (name, value) in &record.measures {
+                self.engine.monitor(&format!("Validation/Samples/{name}"), *value);
+            }
+            progress.eval(&record);
+            summary.observing_seconds += begin.elapsed().as_secs_f64();
+        }
+        Ok(Some(record))
+    }
+
+    /// Writes what was trained as others read it. All ranks call it together.
+    fn export(&self, folder: &Path) -> Result<()> {
+        match (&self.recipe.model.path, self.model.adapters()) {
+            (Some(base), Some(_)) => adapter::export(&self.engine, &self.model, base, folder),
+            _ => export(&self.engine, &self.model, &self.model_config, folder),
+        }
+    }
+
+    /// Holds a validation against those before, and keeps the weights where none was better. All ranks have the same record.
+    fn compare(
+        &mut self,
+        record: &EvalRecord,
+        folder: &RunFolder,
+        progress: &mut dyn Progress,
+    ) -> Result<Standing> {
+        let recipe = &self.recipe.eval;
+        let (standing, leads) = (self.best.judge(recipe, record), self.engine.world().rank() == 0);
+        if standing == Standing::Best && recipe.keep_best {
+            if leads {
+                copy_companions(self.recipe, self.codec.as_ref(), &folder.best_model())?;
+            }
+            match self.export(&folder.best_model()) {
+                // All ranks have failed together, and the one before is whole.
+                Err(TrainError::Checkpoint(error)) if !matches!(error, CheckpointError::Comm(_)) => {
+                    if leads {
+                        progress.warning(&format!("the best weights are not kept: {error}"));
+                    }
+                }
+                exported => exported?,
+            }
+        }
+        if let (Standing::Enough, Some((step, value)), true) = (standing, self.best.found, leads) {
+            let (count, measure) =
+                (recipe.patience.unwrap_or(0), recipe.measure.as_deref().unwrap_or("loss"));
+            progress.warning(&format!(
+                "eval.patience: none of the last {count} validations was better than that of step {step} ({measure} {value:.4}): the run ends here"
+            ));
+        }
+        Ok(standing)
     }
 }
 

@@ -18,7 +18,7 @@ use super::checkpoint_which::Which;
 /// Arguments of `eval`.
 #[derive(Debug, Args)]
 pub(crate) struct EvalArgs {
-    /// The model: a directory with config.json and weights, a run's folder, a checkpoint's, or a GGUF file
+    /// The model: a directory with config.json and weights or with an adapter, a run's folder, a checkpoint's, or a GGUF file
     #[arg(value_name = "MODEL")]
     model: PathBuf,
     /// What to measure it on: samples, tasks, text or tokens; may be repeated
@@ -127,11 +127,13 @@ fn model_of(path: &Path, checkpoint: Option<&str>, exported: &Path) -> Result<Pa
         }
         return Ok(exported.to_path_buf());
     }
-    if path.is_file() || path.join("config.json").is_file() {
+    let is_model =
+        |path: &Path| ["config.json", "adapter_config.json"].iter().any(|name| path.join(name).is_file());
+    if path.is_file() || is_model(path) {
         return Ok(path.to_path_buf());
     }
     let model = path.join("model");
-    if model.join("config.json").is_file() {
+    if is_model(&model) {
         return Ok(model);
     }
     let why = match path {

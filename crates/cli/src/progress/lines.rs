@@ -1,5 +1,6 @@
 //! A run as lines: for logs, pipes and terminals that cannot be drawn over.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use ferrospeed_command::terminal::{print_note, print_progress};
@@ -81,13 +82,16 @@ impl Progress for Lines {
         );
         let routing = RoutingSummary::of(&record.routing);
         let routing = routing.map(|routing| format!("  {}", routing.describe()));
-        print_progress(&(text + &routing.unwrap_or_default()));
+        print_progress(&(text + &measures(&record.measures) + &routing.unwrap_or_default()));
     }
 
     fn eval(&mut self, record: &EvalRecord) {
         print_progress(&format!(
-            "step {:>5}/{}  validation loss {:.4}",
-            record.step, self.steps, record.loss
+            "step {:>5}/{}  validation loss {:.4}{}",
+            record.step,
+            self.steps,
+            record.loss,
+            measures(&record.measures)
         ));
     }
 
@@ -98,6 +102,13 @@ impl Progress for Lines {
     fn warning(&mut self, text: &str) {
         print_note(text);
     }
+}
+
+/// What of an objective's measures fits on a line.
+fn measures(all: &BTreeMap<String, f64>) -> String {
+    let shown = [("rewards/accuracies", "accuracy"), ("rewards/margins", "margin"), ("kl", "kl")];
+    let shown = shown.iter().filter_map(|(name, short)| Some(format!("  {short} {:.3}", all.get(*name)?)));
+    shown.collect()
 }
 
 /// A number in groups of three digits.

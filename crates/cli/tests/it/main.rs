@@ -11,6 +11,7 @@ mod conversations;
 mod curriculum;
 mod data;
 // Those of a library crate of its own, which would be one more executable.
+mod eval;
 #[path = "../../../evaluate/tests/it/main.rs"]
 mod evaluate;
 mod examined;

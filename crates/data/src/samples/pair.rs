@@ -15,7 +15,9 @@ pub(super) fn of(record: &Value) -> Result<(Content, Content), String> {
         (Value::String(chosen), Value::String(rejected)) => texts(record, chosen, rejected)?,
         (Value::Array(chosen), Value::Array(rejected)) => lists(record, chosen, rejected)?,
         _ => {
-            return Err("its 'chosen' and 'rejected' are neither both texts nor both lists of messages".into());
+            return Err(
+                "its 'chosen' and 'rejected' are neither both texts nor both lists of messages".into()
+            );
         }
     };
     let answer = |which: &str, answer: &Value| {

@@ -13,6 +13,7 @@ use ferrospeed_tensor::{Tensor, autograd, ops};
 use super::Decoder;
 use super::block::{Block, RouterLogits, Stream, checkpointed};
 use super::config::{FeedForward, Residual};
+use super::noise::with_noise;
 use super::places::Places;
 use crate::error::{ModelError, Result};
 
@@ -23,6 +24,9 @@ impl Decoder {
             Some(part) => self.embedding.forward(&part.take(ids)?)?,
             None => self.embedding.forward(ids)?,
         };
+        if let (Some(alpha), Mode::Train) = (self.embedding_noise, mode) {
+            embedded = with_noise(&embedded, alpha)?;
+        }
         if let Some([inwards, _]) = &self.projections {
             embedded = inwards.forward(&embedded)?;
         }

@@ -102,7 +102,8 @@ impl Stages for Decoder {
         carried: Carried,
         mode: Mode,
     ) -> Result<Carried, TensorError> {
-        let loss = |hidden: &Tensor, routers: &Carried| self.whole_loss(hidden, routers, tokens, labels);
+        let loss =
+            |hidden: &Tensor, routers: &Carried| self.whole_loss(hidden, routers, tokens, labels, mode);
         self.run_range(range, tokens, carried, mode, loss).map_err(into_tensor_error)
     }
 

@@ -3,8 +3,9 @@
 use ferrospeed_models::decoder::{MlpChunks, Verdict};
 use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::Mode;
+use ferrospeed_tensor::ops::CrossEntropyOptions;
 use ferrospeed_tensor::store::{FromInitializers, PlainStore};
-use ferrospeed_tensor::{Category, DType, Device, Tensor, autograd};
+use ferrospeed_tensor::{Category, DType, Device, Tensor, autograd, random};
 use serde_json::{Value, json};
 
 /// Learned positions; rotary with grouped heads; a window; ALiBi; rotary of packed heads; learned positions with an offset; rotary of
@@ -271,4 +272,29 @@ fn a_judged_loss_has_the_gradient_of_what_was_said_of_each_label() {
         let quiet = autograd::no_grad(|| model.judged_loss(&tokens, &labels, Mode::Evaluate, judge)).unwrap();
         assert_near(&format!("{what}: unrecorded"), &[quiet.item().unwrap()], &[value], 1e-4);
     }
+}
+
+#[test]
+fn what_training_adds_to_a_loss_is_not_there_in_evaluation() {
+    let device = ferrospeed_cpu::with_threads(2);
+    let mut model = decoder(&families()[1]);
+    let params = model.parameters().as_slice().to_vec();
+    let _store = PlainStore::attach(&params, DType::F32, &device, &FromInitializers { seed: 1 }).unwrap();
+    let tokens = batch(&device);
+    let loss = |model: &Decoder, mode| model.loss(&tokens, &tokens.ids, mode).unwrap().item().unwrap();
+    let plain = loss(&model, Mode::Train);
+    for (smoothing, z_loss) in [(0.1, 0.0), (0.0, 0.5)] {
+        let options = CrossEntropyOptions { label_smoothing: smoothing, z_loss, ..Default::default() };
+        model.set_training_loss(options);
+        assert!((loss(&model, Mode::Train) - plain).abs() > 1e-4, "{smoothing} {z_loss}");
+        assert_eq!(loss(&model, Mode::Evaluate), plain);
+    }
+    model.set_training_loss(CrossEntropyOptions::default());
+    model.set_embedding_noise(Some(5.0));
+    let state = random::state();
+    let noisy = loss(&model, Mode::Train);
+    assert!((noisy - plain).abs() > 1e-5, "{noisy}");
+    random::set_state(state);
+    assert_eq!(loss(&model, Mode::Train), noisy, "it is a function of the key");
+    assert_eq!(loss(&model, Mode::Evaluate), plain);
 }

@@ -128,8 +128,29 @@ fn push_charts(page: &mut String, steps: &[&StepRecord], evals: &[&EvalRecord]) 
     for (title, unit, name, value) in others {
         page.push_str(&chart::lines(&heading(title, unit), &[line(name, value)], &[], true));
     }
+    push_measures(page, steps);
     push_memory(page, steps);
     push_times(page, steps);
+}
+
+/// What an objective says besides the loss: one chart for what stands before a slash. A share has a scale of its own.
+fn push_measures(page: &mut String, steps: &[&StepRecord]) {
+    let mut charts: BTreeMap<&str, BTreeMap<&str, Vec<Point>>> = BTreeMap::new();
+    for record in steps {
+        for (name, value) in &record.measures {
+            let (title, line) = match name.split_once('/') {
+                Some((title, line)) if line != "accuracies" => (title, line),
+                _ => (name.as_str(), name.as_str()),
+            };
+            charts.entry(title).or_default().entry(line).or_default().push((record.step as f64, *value));
+        }
+    }
+    for (title, lines) in charts {
+        let heading = Heading { title, note: "", unit: Unit::Plain };
+        let lines: Vec<Line<'_>> =
+            lines.into_iter().map(|(name, points)| Line { name, points, dotted: false }).collect();
+        page.push_str(&chart::lines(&heading, &lines, &[], false));
+    }
 }
 
 fn push_memory(page: &mut String, steps: &[&StepRecord]) {

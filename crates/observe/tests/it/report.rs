@@ -239,3 +239,19 @@ fn a_profiled_run_shows_its_modules_under_the_roof() {
     });
     assert!(!page.contains("What holds modules back"));
 }
+
+#[test]
+fn what_an_objective_says_has_charts_of_its_own() {
+    let measures = |at: u64| {
+        let all =
+            [("rewards/chosen", 0.5), ("rewards/margins", 0.25), ("rewards/accuracies", 1.0), ("kl", 0.125)];
+        all.map(|(name, value)| (name.to_owned(), value * at as f64)).into()
+    };
+    let steps: Vec<StepRecord> =
+        (1..=3).map(|number| StepRecord { step: number, measures: measures(number), ..step(1) }).collect();
+    let page = page_of(&steps, &[]);
+    for title in ["rewards", "rewards/accuracies", "kl"] {
+        assert!(page.contains(&format!(">{title}<")), "{title}");
+    }
+    assert!(page.contains("margins") && !page_of(&[step(1)], &[]).contains("rewards"));
+}

@@ -3,9 +3,10 @@
 use ferrospeed_config::{BatchSizes, Config, Stage};
 use ferrospeed_data::{SampleKind, TooLong};
 use ferrospeed_nn::SequenceMethod;
+use ferrospeed_tensor::ops::CrossEntropyOptions;
 use ferrospeed_text::TrainOn;
 
-use super::{DataRecipe, ModelRecipe, Recipe, ValidationRecipe};
+use super::{DataRecipe, EvalRecipe, ModelRecipe, Recipe, ValidationRecipe};
 
 // More than these is a slip of the finger. They are checked before anything of such a size is allocated or waited for, and
 // products of them stay far from overflow.
@@ -65,12 +66,14 @@ impl Recipe {
             }
         }
         if let Some(sample) = &self.sample {
-            refuse(sample.prompt.is_empty(), "sample.prompt: must not be empty".into());
+            let is_empty = sample.prompt.is_empty() || sample.prompts.iter().any(String::is_empty);
+            refuse(is_empty, "sample.prompt: must not be empty".into());
             let usable = sample.temperature >= 0.0 && sample.temperature.is_finite();
             refuse(!usable, format!("sample.temperature: {} must be 0 or more", sample.temperature));
             let tokens = sample.tokens;
             refuse(tokens > MAX_SIZE, format!("sample.tokens: {tokens} is too many; at most {MAX_SIZE}"));
         }
+        self.eval.problems(self.objective().measures(), self.validates(), &mut refuse);
         self.data.problems(&mut refuse);
         self.model.problems(&mut refuse);
         if let Some(adapter) = &self.adapter {
@@ -82,6 +85,23 @@ impl Recipe {
         }
         if let Some(training) = &self.training {
             training.problems(&mut refuse);
+            let mesh = self.mesh();
+            let smooths = training.loss_options() != CrossEntropyOptions::default();
+            refuse(
+                smooths && mesh.tensor.get() > 1,
+                "training.label_smoothing_factor, training.z_loss: no rank has whole logits with tensor_parallel.autotp_size (--tp); leave out one of the two".into(),
+            );
+            refuse(
+                smooths && self.objective().name() != "next_token",
+                format!(
+                    "training.label_smoothing_factor, training.z_loss: belong to the next token, and the objective is {}; leave them out",
+                    self.objective().name()
+                ),
+            );
+            refuse(
+                training.embedding_noise().is_some() && mesh.tensor.get().max(mesh.sequence.get()) > 1,
+                "training.neftune_noise_alpha: ranks that share tokens would each add noise of their own; leave it out with --tp and --sp".into(),
+            );
         }
         refuse(
             self.vocabulary_is_unknown(),
@@ -173,6 +193,14 @@ impl Recipe {
         rules.into_iter().filter(|(is_so, _)| *is_so).map(|(_, why)| why.to_owned()).collect()
     }
 
+    /// Whether something is only measured.
+    fn validates(&self) -> bool {
+        match &self.data.validation {
+            ValidationRecipe::Share(share) => *share > 0.0,
+            ValidationRecipe::Files(files) => !files.is_empty(),
+        }
+    }
+
     /// Whether ids can be held against the vocabulary: what is wrong with it by itself is told by itself.
     pub(crate) fn vocabulary_makes_sense(&self) -> bool {
         !self.vocabulary_is_unknown() && self.model.vocabulary != Some(1)
@@ -182,6 +210,46 @@ impl Recipe {
     fn vocabulary_is_unknown(&self) -> bool {
         let tokens = self.data.tokens.is_some() || self.data.megatron.is_some();
         tokens && self.model.preset.is_some() && self.model.vocabulary.is_none()
+    }
+}
+
+impl EvalRecipe {
+    fn problems(&self, measures: &[&str], validates: bool, refuse: &mut impl FnMut(bool, String)) {
+        let compares = [
+            ("keep_best", self.keep_best),
+            ("patience", self.patience.is_some()),
+            ("min_gain", self.min_gain.is_some()),
+            ("measure", self.measure.is_some()),
+        ];
+        for (key, _) in compares.into_iter().filter(|(_, is_given)| *is_given) {
+            refuse(self.every == 0, format!("eval.{key}: compares validations on the way; give eval.every"));
+            refuse(!validates, format!("eval.{key}: nothing is validated; give data.validation"));
+        }
+        let is_idle =
+            (self.min_gain.is_some() || self.measure.is_some()) && !self.keep_best && self.patience.is_none();
+        refuse(
+            is_idle,
+            "eval: min_gain and measure belong to keep_best and patience; give one of these".into(),
+        );
+        refuse(
+            self.patience == Some(0),
+            "eval.patience: must be at least 1; leave it out to go on to the end".into(),
+        );
+        let is_sensible = self.min_gain.is_none_or(|gain| gain >= 0.0 && gain.is_finite());
+        refuse(!is_sensible, "eval.min_gain: must be 0 or more".into());
+        let measure = self.measure.as_deref().unwrap_or("loss");
+        let known: Vec<&str> = std::iter::once("loss").chain(measures.iter().copied()).collect();
+        refuse(
+            !known.contains(&measure),
+            format!(
+                "eval.measure: '{measure}' is not measured by this objective; known are {}",
+                known.join(", ")
+            ),
+        );
+        refuse(
+            self.at_start && !validates,
+            "eval.at_start: nothing is validated; give data.validation".into(),
+        );
     }
 }
 

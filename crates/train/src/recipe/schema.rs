@@ -70,7 +70,7 @@ const RECIPE: &[Key] = &[
         Kind::Table(&[key("autotp_size", Kind::Count), key("sequence_parallel", Kind::Bool)]),
     ),
     key("expert_parallel", Kind::Table(&[key("autoep_size", Kind::Count)])),
-    key("eval", Kind::Table(&[key("every", Kind::Count), key("sequences", Kind::Count)])),
+    key("eval", Kind::Table(EVAL)),
     key("save", Kind::Table(SAVE)),
     key("sample", Kind::Table(SAMPLE)),
     required("ds_config", Kind::DsConfig, stand_in_ds_config),
@@ -164,6 +164,9 @@ const TRAINING: &[Key] = &[
     key("warmup_ratio", Kind::Number),
     key("bf16", Kind::Bool),
     key("fp16", Kind::Bool),
+    key("label_smoothing_factor", Kind::Number),
+    key("z_loss", Kind::Number),
+    key("neftune_noise_alpha", Kind::Number),
 ];
 
 const SAVE: &[Key] = &[
@@ -173,8 +176,20 @@ const SAVE: &[Key] = &[
     key("background", Kind::Bool),
 ];
 
+const EVAL: &[Key] = &[
+    key("every", Kind::Count),
+    key("sequences", Kind::Count),
+    key("at_start", Kind::Bool),
+    key("keep_best", Kind::Bool),
+    key("patience", Kind::Count),
+    key("min_gain", Kind::Number),
+    key("measure", Kind::Text),
+];
+
 const SAMPLE: &[Key] = &[
     required("prompt", Kind::Text, || json!("x")),
+    key("prompts", Kind::Texts),
+    key("every", Kind::Count),
     required("tokens", Kind::Count, || json!(1)),
     key("temperature", Kind::Number),
 ];

@@ -9,6 +9,7 @@ use std::num::NonZeroU64;
 use ferrospeed_config::batch::{self, GivenBatchSizes};
 use ferrospeed_config::table::{self, Kind, Tag};
 use ferrospeed_config::{AutoValues, Config, ConfigError, Unresolved};
+use ferrospeed_tensor::ops::CrossEntropyOptions;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -55,6 +56,32 @@ pub struct TrainingRecipe {
     /// Whether to train in half precision; default: whether the model's weights are.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fp16: Option<bool>,
+    /// The share of each target that is spread over all tokens; default 0.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub label_smoothing_factor: Option<f64>,
+    /// How much the squared logarithm of the sum over all tokens counts; default 0.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub z_loss: Option<f64>,
+    /// How loud the noise on embeddings is; default: there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub neftune_noise_alpha: Option<f64>,
+}
+
+impl TrainingRecipe {
+    /// What the loss of training has that the one of validation has not.
+    pub(crate) fn loss_options(&self) -> CrossEntropyOptions {
+        let number = |value: Option<f64>| value.unwrap_or(0.0) as f32;
+        CrossEntropyOptions {
+            label_smoothing: number(self.label_smoothing_factor),
+            z_loss: number(self.z_loss),
+            ..CrossEntropyOptions::default()
+        }
+    }
+
+    /// How loud the noise on embeddings is.
+    pub(crate) fn embedding_noise(&self) -> Option<f32> {
+        self.neftune_noise_alpha.filter(|&alpha| alpha > 0.0).map(|alpha| alpha as f32)
+    }
 }
 
 /// The value of one option of the ds_config.
@@ -95,6 +122,14 @@ impl TrainingRecipe {
             self.warmup_steps.is_some() && self.warmup_ratio.is_some(),
             "training.warmup_ratio: means nothing beside training.warmup_steps; keep one of the two".into(),
         );
+        refuse(
+            self.label_smoothing_factor.is_some_and(|share| !(0.0..1.0).contains(&share)),
+            "training.label_smoothing_factor: must be a share, 0 or more and less than 1".into(),
+        );
+        for (key, value) in [("z_loss", self.z_loss), ("neftune_noise_alpha", self.neftune_noise_alpha)] {
+            let sensible = value.is_none_or(|value| (0.0..=1e3).contains(&value));
+            refuse(!sensible, format!("training.{key}: must be 0 or more, and at most 1000"));
+        }
     }
 
     /// Steps of warm-up of a run of so many steps.

@@ -49,6 +49,7 @@ impl Run<'_> {
             check_adapter(&loaded.path, state.adapter.as_ref(), self.adapter.as_ref())?;
             changes.extend(architecture::changes(&state.model_config, &self.model_config));
             self.tokens = state.tokens;
+            self.best = state.best;
             if let (Some(before), Some(now)) = (&state.data, &self.data) {
                 changes.extend(before.changes(now));
             }
@@ -81,6 +82,7 @@ impl Run<'_> {
             data: self.data.clone(),
             trail: self.health.trail(),
             pass: self.order.pass().cloned(),
+            best: self.best,
             adapter: self.adapter.clone(),
         }
     }
@@ -337,23 +339,26 @@ impl Run<'_> {
         (usize::try_from(least.0).unwrap_or(usize::MAX), least.1)
     }
 
-    /// The prompt of the sample in tokens, where there is one to write.
-    fn sample_prompt(&self) -> Result<Option<Vec<i64>>> {
+    /// The prompts of the samples in tokens, where there are some to write.
+    fn sample_prompts(&self) -> Result<Option<Vec<Vec<i64>>>> {
         // Data that was tokens from the start has no text to show.
         let (Some(sample), Some(codec), false) =
             (&self.recipe.sample, &self.codec, self.engine.is_pipeline())
         else {
             return Ok(None);
         };
-        Ok(Some(codec.encode_prompt(&sample.prompt)?.into_iter().map(i64::from).collect()))
+        let all = std::iter::once(&sample.prompt).chain(&sample.prompts);
+        let ids = all.map(|prompt| Ok(codec.encode_prompt(prompt)?.into_iter().map(i64::from).collect()));
+        ids.collect::<Result<_>>().map(Some)
     }
 
     /// What to say of a sample that will be shorter than was asked for.
     pub(super) fn shortened_sample(&self) -> Result<Option<String>> {
-        let (Some(sample), Some(prompt)) = (&self.recipe.sample, self.sample_prompt()?) else {
+        let (Some(sample), Some(prompts)) = (&self.recipe.sample, self.sample_prompts()?) else {
             return Ok(None);
         };
-        let ((longest, why), prompt) = (self.longest_sample(), prompt.len());
+        let ((longest, why), prompt) =
+            (self.longest_sample(), prompts.iter().map(Vec::len).max().unwrap_or(0));
         let kept = longest.saturating_sub(prompt) as u64;
         let rest =
             format!("a prompt of {prompt} tokens and its answer have at most {longest} together ({why})");
@@ -371,11 +376,14 @@ impl Run<'_> {
     }
 
     /// Lets the model write, on the weights as they are. All ranks do, since they may hold them together.
-    pub(super) fn sample(&self) -> Result<Option<String>> {
-        let (Some(sample), Some(codec), Some(prompt)) =
-            (&self.recipe.sample, &self.codec, self.sample_prompt()?)
-        else {
-            return Ok(None);
+    pub(super) fn samples(&self) -> Result<Option<Vec<String>>> {
+        let Some(prompts) = self.sample_prompts()? else { return Ok(None) };
+        prompts.into_iter().map(|prompt| self.sample(prompt)).collect::<Result<_>>().map(Some)
+    }
+
+    fn sample(&self, prompt: Vec<i64>) -> Result<String> {
+        let (Some(sample), Some(codec)) = (&self.recipe.sample, &self.codec) else {
+            return Ok(String::new());
         };
         let (longest, _) = self.longest_sample();
         let call = GenerateCall {
@@ -391,12 +399,12 @@ impl Run<'_> {
         };
         // A prompt that fills a sequence is shown as it is.
         if call.max_new_tokens == 0 {
-            return Ok(Some(codec.decode(&prompt)?));
+            return Ok(codec.decode(&prompt)?);
         }
         let options = HybridOptions { max_out_tokens: longest, release_inference_cache: true };
         let mut hybrid = HybridEngine::with(&self.engine, self.model.clone(), options)?;
         let written = hybrid.generate(&[prompt], &call)?;
-        Ok(Some(codec.decode(&written[0])?))
+        Ok(codec.decode(&written[0])?)
     }
 }
 

@@ -7,3 +7,4 @@ mod objectives;
 mod recipes;
 mod stopping;
 mod support;
+mod validation;
