@@ -42,14 +42,6 @@ impl Embedding {
 
     /// `[ids.., width]`.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        let found = self.look_up(ids)?;
-        match self.padding {
-            Some(padding) if found.requires_grad() => ops::without_gradient_of(&found, ids, padding as i64),
-            _ => Ok(found),
-        }
-    }
-
-    fn look_up(&self, ids: &Tensor) -> Result<Tensor> {
         match (&self.summed, self.table.slice()) {
             (Some(slices), Some(slice)) => {
                 let rows = slice.ranges()[0].clone();
@@ -62,11 +54,20 @@ impl Embedding {
                     all.iter().map(|&id| f32::from(u8::from(here(id).is_some()))).collect();
                 let mut sizes = ids.sizes().to_vec();
                 let found = ops::embedding(&self.table, &Tensor::from_slice(&own, &sizes, ids.device())?)?;
+                let found = self.without_padding(found, ids)?;
                 sizes.push(1);
                 let is_here = Tensor::from_f32(&is_here, &sizes, found.dtype(), ids.device())?;
                 slices.leave(&ops::mul(&found, &is_here)?)
             }
-            _ => ops::embedding(&self.table, ids),
+            _ => self.without_padding(ops::embedding(&self.table, ids)?, ids),
+        }
+    }
+
+    /// The rows of ids, of which those of padding give their entry no gradient.
+    fn without_padding(&self, found: Tensor, ids: &Tensor) -> Result<Tensor> {
+        match self.padding {
+            Some(padding) if found.requires_grad() => ops::without_gradient_of(&found, ids, padding as i64),
+            _ => Ok(found),
         }
     }
 }

@@ -476,8 +476,9 @@ pub(crate) fn copy_companions(recipe: &Recipe, codec: Option<&Codec>, model: &Pa
         }
     }
     own.map_or(Ok(()), |folder| copy_files(&folder, model, &GENERATION_FILES))?;
-    // What was trained is what is served.
-    if let (Some(_), Some(Source::Samples(samples))) = (&recipe.data.chat_template, Sources::of(recipe).train)
+    // What was trained is what is served: a template that the recipe names, or the model's own where no tokenizer's files bring it.
+    let is_left = recipe.data.chat_template.is_some() || tokenizer.is_none();
+    if let (true, Some(Source::Samples(samples))) = (is_left, Sources::of(recipe).train)
         && let Some(source) = samples.rendering.template.as_ref().and_then(ChatTemplate::source)
     {
         let path = model.join("chat_template.jinja");
