@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use ferrospeed_nn::adapter::part_of;
 use serde_json::Value;
 
 use super::config::ADAPTER_CONFIG;
@@ -9,10 +10,10 @@ use crate::directory::{NewDirectory, write_json};
 use crate::error::Result;
 use crate::weights::{TensorToWrite, write_file};
 
-/// The name that PEFT gives a parameter in its files; `adapted`: the paths of adapted layers, whose own parameters lie one
-/// deeper in its memory.
+/// The name that PEFT gives a parameter in its files; `adapted`: the paths of adapted layers, whose own parameters, but not those of
+/// their adapters, lie one deeper in its memory.
 pub fn stored_name(param: &str, adapted: &[&str]) -> String {
-    let own = param.rsplit_once('.').filter(|(layer, _)| adapted.contains(layer));
+    let own = param.rsplit_once('.').filter(|(layer, _)| adapted.contains(layer) && part_of(param).is_none());
     match own {
         Some((layer, leaf)) => format!("base_model.model.{layer}.base_layer.{leaf}"),
         None => format!("base_model.model.{param}"),

@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 
 use ferrospeed_comm::World;
 use ferrospeed_engine::{Options, Setup, StepReport, initialize_model};
-use ferrospeed_models::adapter::{AdapterFiles, MergedWeights};
+use ferrospeed_models::adapter::{AdapterFiles, MergedWeights, stored_name};
 use ferrospeed_models::decoder::Spread;
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{Decoder, ModelConfig, ModelFiles, Tokens, WindowRule};
 use ferrospeed_nn::Mode;
-use ferrospeed_nn::adapter::Start;
+use ferrospeed_nn::adapter::{Adapters, Start, Targets};
 use ferrospeed_tensor::store::{ParamSource, PlainStore};
 use ferrospeed_tensor::{DType, Tensor};
 use ferrospeed_testkit::close::assert_close;
@@ -134,6 +134,26 @@ fn golden_directories_of_peft_compute_the_same_and_merge_into_the_same_weights()
             compared += 1;
         }
         assert!(compared >= 9, "{case}: {compared} weights");
+    }
+}
+
+#[test]
+fn golden_names_are_those_that_are_written() {
+    for case in CASES {
+        let files = AdapterFiles::open(&folder(case)).unwrap();
+        let config = decoder_config(&read_json(&base_of(case).join("config.json")));
+        let model = Decoder::adapted(config, &Spread::default(), files.adapters()).unwrap();
+        let (adapters, found) = model.adapters().unwrap();
+        let adapted: Vec<&str> = found.adapted.iter().map(|layer| layer.path.as_str()).collect();
+        let trained = model.parameters().as_slice().iter().filter(|param| param.is_trainable());
+        let mut names: Vec<String> = trained.map(|param| stored_name(param.name(), &adapted)).collect();
+        names.sort();
+        assert_eq!(names, files.tensors().tensors().keys().cloned().collect::<Vec<_>>(), "{case}");
+        // The names of layers that are written mean the same ones.
+        let named = Adapters { targets: Targets::Names(found.names()), ..adapters.clone() };
+        let config = decoder_config(&read_json(&base_of(case).join("config.json")));
+        let again = Decoder::adapted(config, &Spread::default(), &named).unwrap();
+        assert_eq!(again.adapters().unwrap().1.adapted, found.adapted, "{case}");
     }
 }
 
