@@ -357,7 +357,7 @@ fn nothing(recipe: &Recipe, counted: Option<Counted>) -> DataError {
     let why = match (counted, recipe.files.len()) {
         (Some(Counted { samples: 1.., dropped, .. }), _) => format!(
             "leaves nothing to learn: all {dropped} samples were dropped, for they are longer than data.sequence or what is learnt lies \
-             behind it; take a longer sequence, or data.too_long = \"split\""
+             behind it (of pairs, or both answers are alike); take a longer sequence, or data.too_long = \"split\" where samples may be"
         ),
         (_, 0 | 1) => "is empty: there is no text in it".to_owned(),
         (_, files) => format!("is empty, and so are all {files} files: there is no text in them"),

@@ -236,10 +236,11 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
     // A schedule that follows a metric follows the validation loss, where there is one as training goes on.
     let validates = recipe.eval.every > 0 && run.sequences.count(Split::Validation) > 0;
     run.engine.follow_training_loss(!validates);
-    if run.objective.has_reference() {
+    // Only its speed is asked of an experiment, whatever its answers are held against.
+    if run.objective.has_reference() && !job.is_experiment {
         // The weights are those that the run starts from, whatever a checkpoint has made of them.
         let cache = recipe.data.cache.clone().unwrap_or_else(|| folder.data());
-        let reference = run.find_reference(&cache, &made_from)?;
+        let reference = run.find_reference(&cache, &made_from, progress)?;
         run.reference = Some(reference);
     }
     let mut checkpoints = Checkpoints::new(recipe, folder, job.fresh_optimizer);
@@ -313,7 +314,9 @@ pub fn run(job: &Job<'_>, progress: &mut dyn Progress) -> Result<Summary> {
         return Err(TrainError::StoppedAtOnce(ending));
     }
     if recipe.eval.at_start && summary.steps == 0 && !job.is_experiment {
-        run.validate(0, records.as_mut(), progress, &mut summary)?;
+        let found = run.validate(0, records.as_mut(), progress, &mut summary)?;
+        // What the run starts from may be the best that it ever has.
+        found.map_or(Ok(Standing::Best), |record| run.compare(&record, folder, progress))?;
     }
     let mut times_ms = [Vec::new(), Vec::new()];
     let mut changes = Changes::default();

@@ -113,13 +113,18 @@ fn measure(args: &EvalArgs, path: &Path, checkpoint: Option<&str>, kept: &Path) 
     Ok(Measured { name, parts })
 }
 
+/// Whether a model lies in a directory, or an adapter of one.
+fn is_model(path: &Path) -> bool {
+    ["config.json", "adapter_config.json"].iter().any(|name| path.join(name).is_file())
+}
+
 /// Where the weights lie that are meant: those of a checkpoint are written to `exported` first.
 fn model_of(path: &Path, checkpoint: Option<&str>, exported: &Path) -> Result<PathBuf, Failure> {
     let is_checkpoint = path.join(MANIFEST_FILE).is_file();
     if checkpoint.is_some() || is_checkpoint {
         let which = Which { dir: path.to_path_buf(), tag: checkpoint.map(str::to_owned) };
         export_quietly(&which, exported)?;
-        if !exported.join("config.json").is_file() {
+        if !is_model(exported) {
             return Err(Failure::Usage(format!(
                 "{}: the checkpoint does not say what its model is; write its weights beside a config.json (`ferrospeed checkpoint export-hf`) and evaluate that",
                 path.display()
@@ -127,8 +132,6 @@ fn model_of(path: &Path, checkpoint: Option<&str>, exported: &Path) -> Result<Pa
         }
         return Ok(exported.to_path_buf());
     }
-    let is_model =
-        |path: &Path| ["config.json", "adapter_config.json"].iter().any(|name| path.join(name).is_file());
     if path.is_file() || is_model(path) {
         return Ok(path.to_path_buf());
     }

@@ -10,7 +10,7 @@ use ferrospeed_comm::ReduceOp;
 use ferrospeed_data::Split;
 use serde_json::{Value, json};
 
-use super::Run;
+use super::{Progress, Run};
 use crate::error::{Result, TrainError};
 use crate::objective::Documents;
 
@@ -48,7 +48,12 @@ impl Reference {
 
 impl Run<'_> {
     /// Finds the reference of every row, or makes it from the weights as they are. All ranks call it together.
-    pub(super) fn find_reference(&mut self, folder: &Path, made_from: &Value) -> Result<Reference> {
+    pub(super) fn find_reference(
+        &mut self,
+        folder: &Path,
+        made_from: &Value,
+        progress: &mut dyn Progress,
+    ) -> Result<Reference> {
         let counts = SPLITS.map(|split| self.sequences.count(split));
         let mut numbers = vec![0.0; 2 * (counts[0] + counts[1]) as usize];
         let leads = self.engine.world().rank() == 0;
@@ -64,6 +69,12 @@ impl Run<'_> {
             // Rank 0 alone has read it; the others add nothing.
             group.all_reduce(&mut numbers, ReduceOp::Sum)?;
             return Ok(Reference::of_numbers(&numbers, counts));
+        }
+        if leads {
+            let rows = counts[0] + counts[1];
+            progress.warning(&format!(
+                "the reference is made first: how likely the start weights hold both answers of {rows} rows"
+            ));
         }
         let made = self.make_reference(counts)?;
         if leads {

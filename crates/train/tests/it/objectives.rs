@@ -254,6 +254,30 @@ fn a_run_that_goes_on_is_the_run_that_never_stopped() {
     }
 }
 
+/// The reference of an adapter is the model without what is trained.
+#[test]
+fn adapters_learn_preferences_and_go_on_to_the_same_bits() {
+    let place = place();
+    let base = train(place.path(), "base", &["steps=2", "save.every=0"]);
+    let model = format!("model={}", json!({ "path": base.model() }));
+    let adapter = format!("adapter={}", json!({ "rank": 4, "target_modules": "all-linear" }));
+    let overrides = [&model, &adapter, "zero_optimization.stage=3", "steps=8"];
+    let whole = train(place.path(), "whole", &overrides);
+    let steps = log(whole.log());
+    let loss = |line: &Value| line["loss"].as_f64().unwrap();
+    assert!((loss(&steps[0]) - std::f64::consts::LN_2).abs() < 1e-4, "{}", steps[0]);
+    assert!(loss(&steps[7]) < loss(&steps[0]) - 0.01, "{}", steps[7]);
+    let parts = train(place.path(), "parts", &[&overrides[..], &["steps=4"]].concat());
+    std::fs::remove_dir_all(parts.data()).unwrap();
+    let (path, recipe) = recipe(place.path(), &overrides);
+    let job = Job { resume: Resume::Newest, ..alone(&path, &recipe, &parts) };
+    assert_eq!(run(&job, &mut Quiet).unwrap().new_steps, 4);
+    assert_eq!(log(parts.log()), steps);
+    let weights =
+        |folder: &RunFolder| std::fs::read(folder.model().join("adapter_model.safetensors")).unwrap();
+    assert!(weights(&parts) == weights(&whole));
+}
+
 #[test]
 fn what_recipes_say_of_objectives_is_checked() {
     let place = place();
