@@ -73,7 +73,7 @@ impl Material {
                 kind: reading.token_type.unwrap_or(TokenType::U16),
             }));
         }
-        if !ends_with(path, &RECORDS) && !(found.is_dir() && holds(&RECORDS)) {
+        if !(ends_with(path, &RECORDS) || found.is_dir() && holds(&RECORDS)) {
             return Ok(Material::Tokens(Source::Text { paths, extensions: Vec::new() }));
         }
         let samples = SampleFiles {

@@ -1,6 +1,7 @@
 //! What `evaluate` promises: losses that training would have, answers that do not depend on each other, and mistakes told by line.
 
 use std::path::{Path, PathBuf};
+use std::slice::from_ref;
 
 use ferrospeed_evaluate::{EvaluateError, Model, Part, Reading, changes, evaluate};
 use ferrospeed_models::directory::{WriteOptions, create};
@@ -155,11 +156,11 @@ fn tasks_are_done_alike_alone_and_together_and_changes_are_told() {
         found.outcomes[0].choices.iter().map(|c| (c.tokens, c.bytes)).collect::<Vec<_>>(),
         [(4, 4), (10, 10), (2, 2)]
     );
-    let changed = changes(&[found.clone()], &[against.clone()]);
+    let changed = changes(from_ref(&found), from_ref(&against));
     let differ =
         found.outcomes.iter().zip(&against.outcomes).filter(|(a, b)| a.is_right != b.is_right).count();
     assert_eq!(changed.len(), differ);
-    assert!(changes(&[found.clone()], &[found]).is_empty());
+    assert!(changes(from_ref(&found), from_ref(&found)).is_empty());
 }
 
 #[test]
