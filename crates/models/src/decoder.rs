@@ -287,7 +287,7 @@ impl Decoder {
         self.training_loss = options;
     }
 
-    /// Adds noise to embeddings in training ([`noise`]); 5 is usual.
+    /// Adds noise to embeddings in training (NEFTune); 5 is usual.
     pub fn set_embedding_noise(&mut self, alpha: Option<f32>) {
         self.embedding_noise = alpha;
     }
