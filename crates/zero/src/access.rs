@@ -9,7 +9,7 @@ use crate::error::{Result, ZeroError};
 use crate::home::Flat;
 use crate::memory::part;
 use crate::residency::Pass;
-use crate::store::{Share, ZeroStore, owner_in};
+use crate::store::{Share, ZeroStore};
 
 /// Which of a parameter's values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,9 +30,9 @@ impl ZeroStore {
         let state = self.lock();
         let (group, in_group) = self.places()[index];
         let share = &state.shares[group];
-        let own_rank = owner_in(share);
+        let own_rank = share.placed.own;
         let flat = self.flat(&state, group, share, which, param)?;
-        let Some(fragment) = share.layout.fragment(in_group, own_rank).copied() else {
+        let Some(fragment) = share.placed.layout.fragment(in_group, own_rank).copied() else {
             return Ok((0, Vec::new()));
         };
         if which == Which::Gradient {
@@ -64,7 +64,7 @@ impl ZeroStore {
         let fail = |why: String| ZeroError::Parameter { name: param.name().into(), why };
         match which {
             Which::Weight => Ok(share.weights()),
-            Which::Gradient if !share.trained => Err(fail("is frozen and has no gradient".into())),
+            Which::Gradient if !share.placed.trained => Err(fail("is frozen and has no gradient".into())),
             Which::Gradient if !state.reducer.has_gradients() => {
                 Err(fail("has no gradient now: ask between backward and step".into()))
             }
@@ -164,14 +164,14 @@ impl ZeroStore {
         self.holds.wait_for_none();
         let (group, in_group) = self.places()[index];
         let share = &state.shares[group];
-        let own_rank = owner_in(share);
+        let own_rank = share.placed.own;
         let (flat, start) = self.flat(state, group, share, which, param)?;
-        if let Some(fragment) = share.layout.fragment(in_group, own_rank) {
+        if let Some(fragment) = share.placed.layout.fragment(in_group, own_rank) {
             let new = &value[fragment.in_param..fragment.in_param + fragment.len];
             let new = Tensor::from_slice(new, [new.len()], self.device.host())?;
             flat.write(start + fragment.in_part, &new)?;
             if which == Which::Weight && share.master.is_some() {
-                share.values.write(share.own_start + fragment.in_part, &new)?;
+                share.values.write(share.placed.own_start + fragment.in_part, &new)?;
             }
         }
         Ok(())

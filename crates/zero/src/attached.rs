@@ -94,8 +94,8 @@ impl Attached {
         }
         let (group, in_group) = self.places[index];
         let share = &state.shares[group];
-        let start = match share.layout.fragments[in_group].first() {
-            Some(first) => first.rank * share.layout.part_numel + first.in_part,
+        let start = match share.placed.layout.fragments[in_group].first() {
+            Some(first) => first.rank * share.placed.layout.part_numel + first.in_part,
             None => 0,
         };
         Ok(self.borrows[index].lend(share.values.memory()?.slice(start, self.shapes[index])?))

@@ -121,10 +121,10 @@ pub(crate) struct AwayUpdate {
 }
 
 impl AwayUpdate {
-    pub(crate) fn new(store: &ZeroStore, factor: f32) -> AwayUpdate {
+    pub(crate) fn new(store: &ZeroStore) -> AwayUpdate {
         AwayUpdate {
             targets: Vec::new(),
-            factor,
+            factor: 1.0,
             tile: 1,
             tile_buffers: 1,
             device: store.device.clone(),
@@ -133,6 +133,11 @@ impl AwayUpdate {
             way: None,
             publishing: store.publishing.clone(),
         }
+    }
+
+    /// Multiplies gradients by this.
+    pub(crate) fn multiply_by(&mut self, factor: f32) {
+        self.factor = factor;
     }
 
     /// What gradients are multiplied by.
@@ -148,18 +153,18 @@ impl AwayUpdate {
         segments: &[&Segment],
         rule: Rule,
     ) -> Result<()> {
-        (self.tile, self.tile_buffers) = (share.tile, share.tile_buffers);
+        (self.tile, self.tile_buffers) = (share.placed.update_numel, share.tile_buffers);
         if self.way.is_none() {
             self.way = Way::open(&self.device, self.homes.rooms(), self.tile)?;
         }
         self.targets.push(Target {
             share: index,
             values: share.values.clone(),
-            own_start: share.own_start,
+            own_start: share.placed.own_start,
             master: share.master.clone(),
             states: share.states.clone(),
-            moved: share.moved,
-            part_numel: share.layout.part_numel,
+            moved: share.placed.moved,
+            part_numel: share.placed.layout.part_numel,
             segments: segments.iter().map(|&segment| segment.clone()).collect(),
             rule,
         });

@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use ferrospeed_comm::World;
-use ferrospeed_config::{AutoValues, Config};
+use ferrospeed_config::{AutoValues, Config, NvmeBuffers, OptimizerTier};
 use ferrospeed_io::{Layer, Queue, QueueOptions, System};
 use ferrospeed_optim::{GroupOptions, Optimizer, adam::Adam};
 use ferrospeed_tensor::store::FromInitializers;
@@ -50,22 +50,31 @@ impl Layer for Gated {
     }
 }
 
-fn store(homes: Homes, params: &[Param]) -> Arc<ZeroStore> {
-    store_in(3, &World::solo(), homes, params)
+fn store(disk: Option<Disk>, params: &[Param]) -> Arc<ZeroStore> {
+    store_in(3, &World::solo(), disk, params)
 }
 
-fn store_in(stage: u64, world: &World, homes: Homes, params: &[Param]) -> Arc<ZeroStore> {
+fn store_in(stage: u64, world: &World, disk: Option<Disk>, params: &[Param]) -> Arc<ZeroStore> {
     let json = serde_json::json!({
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage, "sub_group_size": 1, "stage3_param_persistence_threshold": 0},
     });
+    let is_on_disk = disk.is_some();
+    let homes = disk.map_or_else(Homes::default, |disk| Homes::on(disk, 1));
     let ranks = std::num::NonZeroU64::new(world.size() as u64).unwrap();
     let config = Config::from_value("test", &json).unwrap().resolve(ranks, &AutoValues::new()).unwrap().0;
     let options = GroupOptions { lr: 0.01, weight_decay: 0.01, betas: [0.9, 0.999] };
     let groups = [ParamGroup { params: params.to_vec(), options }];
+    let mut zero = config.zero;
+    if is_on_disk {
+        // Configurations have it in stage 3 only; stores have it in all.
+        let buffers = NvmeBuffers { path: "/".into(), count: 1, pinned: false };
+        zero.offload_optimizer.tier =
+            OptimizerTier::Nvme { buffers, pipeline_read: false, pipeline_write: false, fast_init: false };
+    }
     let adam = Adam { eps: 1e-8, bias_correction: true, decoupled: true };
     let options = StoreOptions {
-        zero: &config.zero,
+        zero: &zero,
         dtype: DType::BF16,
         wire: DType::BF16,
         kept: DType::F32,
@@ -112,7 +121,7 @@ fn value(param: &Param) -> Vec<f32> {
 #[test]
 fn a_step_returns_before_its_tiles_are_written_and_readers_wait_for_theirs_alone() {
     let reference = params();
-    let in_memory = store(Homes::default(), &reference);
+    let in_memory = store(None, &reference);
     step(&in_memory, &reference);
     step(&in_memory, &reference);
     let expected: Vec<Vec<f32>> = reference.iter().map(value).collect();
@@ -122,7 +131,7 @@ fn a_step_returns_before_its_tiles_are_written_and_readers_wait_for_theirs_alone
     let options = QueueOptions { threads: 32, deadline: Duration::from_secs(60), ..QueueOptions::default() };
     let queue = Queue::over(gate.clone(), options);
     let params = params();
-    let away = store(Homes::on(Disk::over(queue, folder.path()), 1), &params);
+    let away = store(Some(Disk::over(queue, folder.path())), &params);
     step(&away, &params);
     step_while_closed(&away, &params, &gate, &expected);
     for (param, expected) in params.iter().zip(&expected) {
@@ -169,7 +178,7 @@ fn below_stage_3_ranks_read_the_tiles_that_all_have_updated_while_others_wait_fo
     for stage in [1, 2] {
         let expected = on_two_ranks(move |world| {
             let params = params();
-            let store = store_in(stage, &world, Homes::default(), &params);
+            let store = store_in(stage, &world, None, &params);
             step(&store, &params);
             step(&store, &params);
             params.iter().map(value).collect::<Vec<_>>()
@@ -183,7 +192,7 @@ fn below_stage_3_ranks_read_the_tiles_that_all_have_updated_while_others_wait_fo
                 QueueOptions { threads: 32, deadline: Duration::from_secs(60), ..QueueOptions::default() };
             let disk = Disk::over(Queue::over(gate.clone(), options), &path);
             let params = params();
-            let store = store_in(stage, &world, Homes::on(disk, 1), &params);
+            let store = store_in(stage, &world, Some(disk), &params);
             step(&store, &params);
             store.settle("test").unwrap();
             gate.set_closed(true);

@@ -43,7 +43,9 @@ pub fn disk_step(
     options: QueueOptions,
     device: &Device,
 ) -> Result<DiskStep> {
-    let json = json!({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}});
+    let offload = json!({"device": "nvme", "nvme_path": folder});
+    let zero = json!({"stage": 3, "offload_optimizer": offload});
+    let json = json!({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero});
     let fault = |what: String| ZeroError::Request(what);
     let config = Config::from_value("bench", &json).map_err(|error| fault(error.to_string()))?;
     let config = config.resolve(std::num::NonZeroU64::MIN, &AutoValues::new());

@@ -28,10 +28,12 @@ pub(crate) fn fill(
 ) -> Result<()> {
     let among = share.owners().unwrap_or(&share.sharding.shard);
     let rank = among.rank();
-    let whole = share.layout.part_numel * share.layout.ranks;
+    let whole = share.placed.layout.part_numel * share.placed.layout.ranks;
     // What this rank loads, in elements of the flat values; in stage 3 each rank has flat values of its own.
     let own = match stage {
-        Stage::Parameters => rank * share.layout.part_numel..(rank + 1) * share.layout.part_numel,
+        Stage::Parameters => {
+            rank * share.placed.layout.part_numel..(rank + 1) * share.placed.layout.part_numel
+        }
         _ if !share.values.is_here(host) => 0..whole,
         _ => stretch(whole, among.size(), among.rank()),
     };
@@ -47,7 +49,7 @@ pub(crate) fn fill(
         return Err(ZeroError::Request("another rank could not load its share of the parameters".into()));
     }
     // Where everybody needs f32 weights as well, those are what is gathered, and the others follow from them.
-    let whole_master = share.master.as_ref().filter(|_| share.layout.ranks == 1);
+    let whole_master = share.master.as_ref().filter(|_| share.placed.layout.ranks == 1);
     let gathered = whole_master.unwrap_or(&share.values).memory()?;
     let counts: Vec<usize> = (0..among.size()).map(|rank| stretch(whole, among.size(), rank).len()).collect();
     exchange::all_gather_unequal(among, gathered, own, &counts)?.wait()?;
@@ -78,13 +80,13 @@ fn load(
     host: &Device,
 ) -> Result<()> {
     // Which elements of the flat order there are masters for, and where in it the values begin.
-    let numel = share.layout.part_numel;
-    let mastered = if share.layout.ranks > 1 { rank * numel..(rank + 1) * numel } else { 0..numel };
+    let numel = share.placed.layout.part_numel;
+    let mastered = if share.placed.layout.ranks > 1 { rank * numel..(rank + 1) * numel } else { 0..numel };
     let values_start = if stage == Stage::Parameters { own.start } else { 0 };
     let mut buffer = Vec::new();
-    for (in_group, &param) in share.params.iter().enumerate() {
-        for fragment in &share.layout.fragments[in_group] {
-            let start = fragment.rank * share.layout.part_numel + fragment.in_part;
+    for (in_group, &param) in share.placed.params.iter().enumerate() {
+        for fragment in &share.placed.layout.fragments[in_group] {
+            let start = fragment.rank * share.placed.layout.part_numel + fragment.in_part;
             let wanted = start.max(own.start)..(start + fragment.len).min(own.end);
             for at in wanted.clone().step_by(LOADED_AT_ONCE) {
                 let len = LOADED_AT_ONCE.min(wanted.end - at);

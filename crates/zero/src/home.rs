@@ -84,20 +84,6 @@ pub(crate) struct Split {
 }
 
 impl Flat {
-    /// The first `at` elements in one place and the others in another; one of them where the other has none.
-    pub(crate) fn split(
-        numel: usize,
-        at: usize,
-        first: impl FnOnce(usize) -> Result<Flat>,
-        rest: impl FnOnce(usize) -> Result<Flat>,
-    ) -> Result<Flat> {
-        match (at, numel - at) {
-            (0, _) => rest(numel),
-            (_, 0) => first(numel),
-            (_, left) => Ok(Flat::Split(Box::new(Split { first: first(at)?, rest: rest(left)?, at }))),
-        }
-    }
-
     /// Where its first elements are.
     pub(crate) fn first(&self) -> &Flat {
         if let Flat::Split(split) = self { &split.first } else { self }

@@ -1,158 +1,72 @@
-//! Where the parts of a model's state are at home, by the configuration.
-//!
-//! `offload_optimizer` moves f32 weights and optimizer states, `offload_param` (stage 3) what kernels read. Host memory is
-//! another home only for a rank that computes on a GPU; a disk is one for all. Of either a part may stay: of the states all
-//! but the `ratio` that is moved, of what kernels read as many elements as `max_in_cpu` grants the host's memory.
+//! What the homes of a model's state are made of: devices, their hosts, disks. Which tile has which is placed before
+//! ([`ferrospeed_placement::share`]).
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ferrospeed_config::{AsyncIo, OptimizerTier, ParameterTier, Stage, Zero};
 use ferrospeed_io::{Buffer, IoSpan, Queue, QueueOptions, Traffic};
+use ferrospeed_placement::{self as placement, Home, Memory};
 use ferrospeed_tensor::{Category, DType, Device, Out, Tensor};
 
-use crate::error::Result;
-use crate::home::{Disk, Flat};
+use crate::error::{Result, ZeroError};
+use crate::home::{Disk, Flat, Split};
 use crate::landing::Rooms;
 
-/// The most elements of a tile, whatever `sub_group_size` says: larger ones are not faster, and take memory.
-const LARGEST_TILE: u64 = 4 << 20;
-/// Tiles begin at pages, in f32 and in 16 bits.
-const TILE_UNIT: usize = 2048;
 /// Tiles in memory at once, unless told.
 const TILE_BUFFERS: usize = 4;
 
-/// A home away from the device that computes.
-#[derive(Clone)]
-pub(crate) enum Home {
-    Host(Device),
-    /// Page-locked, for copies beside the work of a device.
-    Locked(Device),
-    Disk(Disk),
-}
-
-impl Home {
-    pub(crate) fn zeros(&self, numel: usize, dtype: DType, category: Category) -> Result<Flat> {
-        match self {
-            Home::Host(host) => Ok(Flat::Memory(Tensor::zeros_in([numel], dtype, host, category)?)),
-            Home::Locked(device) => match device.locked(numel, dtype, category) {
-                Ok(tensor) => {
-                    // SAFETY: the memory was just taken, and nobody else knows it.
-                    device.host().backend().fill(unsafe { Out::vouched(&tensor) }, 0.0)?;
-                    Ok(Flat::Memory(tensor))
-                }
-                Err(why) => {
-                    tracing::warn!(
-                        "offload_param: {numel} weights are in ordinary memory, not page-locked: {why}"
-                    );
-                    Home::Host(device.host().clone()).zeros(numel, dtype, category)
-                }
-            },
-            Home::Disk(disk) => disk.zeros(numel, dtype),
-        }
-    }
-}
-
-/// Where state is at home.
-#[derive(Clone)]
+/// What the homes of a model's state need: disks with their queues, buffers, room for what goes between a GPU and its host.
+#[derive(Clone, Default)]
 pub struct Homes {
-    states: Option<Home>,
-    values: Option<Home>,
-    /// The share of the states that is moved.
-    ratio: f64,
-    /// Elements of what kernels read that the host's memory still takes before a disk does.
-    left_in_host: Arc<AtomicU64>,
+    /// The disk of masters and optimizer states.
+    states: Option<Disk>,
+    /// The disk of what kernels read.
+    values: Option<Disk>,
     buffers: Option<usize>,
-    reads: usize,
-    /// Page-locked buffers for tiles that wait for the next step, where such are wanted.
+    reads: Option<usize>,
+    /// Page-locked buffers for stretches that wait for the next step, where such are wanted.
     locked: Option<Arc<Mutex<Vec<Buffer>>>>,
     /// Room for what goes between a GPU and its host.
     rooms: Rooms,
-    /// Whether gradients go to the host while backward goes on.
-    gradients_leave: bool,
-}
-
-impl Default for Homes {
-    fn default() -> Homes {
-        Homes {
-            states: None,
-            values: None,
-            ratio: 1.0,
-            left_in_host: Arc::default(),
-            buffers: None,
-            reads: 1,
-            locked: None,
-            rooms: Rooms::default(),
-            gradients_leave: false,
-        }
-    }
 }
 
 impl Homes {
-    /// All states on a disk, so many tiles at a time in memory.
+    /// All states on a disk, so many stretches at a time in memory.
     pub(crate) fn on(disk: Disk, buffers: usize) -> Homes {
-        Homes { states: Some(Home::Disk(disk)), buffers: Some(buffers), ..Homes::default() }
+        Homes { states: Some(disk), buffers: Some(buffers), ..Homes::default() }
     }
 
     /// As the configuration says, for a rank that computes on this device.
     pub fn from_config(zero: &Zero, aio: &AsyncIo, device: &Device) -> Homes {
         let queue = queue_options(aio);
-        let on_host = || (!device.backend().is_host()).then(|| Home::Host(device.host().clone()));
-        let mut homes = Homes { ratio: zero.offload_optimizer.ratio, ..Homes::default() };
-        homes.states = match &zero.offload_optimizer.tier {
-            OptimizerTier::Device => None,
-            OptimizerTier::Host(_) => on_host(),
-            OptimizerTier::Nvme { buffers, .. } => {
-                homes.buffers = Some(clamped(buffers.count));
-                homes.locked = buffers.pinned.then(Arc::default);
-                Some(Home::Disk(Disk::new("offload_optimizer", &buffers.path, queue, device)))
-            }
-        };
-        homes.gradients_leave = zero.offload_optimizer.tier.is_pinned();
-        // Only stage 3 brings kernels what they read when they need it.
-        homes.values = match &zero.offload_param.tier {
-            _ if zero.stage != Stage::Parameters => None,
-            ParameterTier::Device => None,
-            ParameterTier::Host(buffers) if buffers.pinned => on_host().map(|_| Home::Locked(device.clone())),
-            ParameterTier::Host(_) => on_host(),
-            ParameterTier::Nvme { buffers, max_in_cpu, .. } => {
-                homes.left_in_host = Arc::new(AtomicU64::new(*max_in_cpu));
-                homes.reads = clamped(buffers.count).max(1);
-                Some(Home::Disk(Disk::new("offload_param", &buffers.path, queue, device)))
-            }
-        };
-        // Weights that are not on the GPU are updated by the host.
-        if homes.values.is_some() && homes.states.is_none() {
-            homes.states = on_host();
+        let mut homes = Homes::default();
+        if let OptimizerTier::Nvme { buffers, .. } = &zero.offload_optimizer.tier {
+            homes.buffers = Some(clamped(buffers.count));
+            homes.locked = buffers.pinned.then(Arc::default);
+            homes.states = Some(Disk::new("offload_optimizer", &buffers.path, queue, device));
+        }
+        if let ParameterTier::Nvme { buffers, .. } = &zero.offload_param.tier {
+            homes.reads = Some(clamped(buffers.count).max(1));
+            homes.values = Some(Disk::new("offload_param", &buffers.path, queue, device));
         }
         homes
     }
 
-    /// The home of f32 weights and optimizer states, where it is not the device.
-    pub(crate) fn states(&self) -> Option<&Home> {
-        self.states.as_ref()
+    /// Zeros for masters or states, as they are placed.
+    pub(crate) fn states(&self, placed: &placement::Flat, device: &Device) -> Result<Flat> {
+        let near = |numel, _| Ok(Tensor::zeros_in([numel], DType::F32, device, Category::Optimizer)?);
+        zeros(placed, DType::F32, device, Category::Optimizer, self.states.as_ref(), near)
     }
 
-    /// How many of a share's states are moved: the first ones, in whole tiles of the smallest size.
-    pub(crate) fn moved_numel(&self, numel: usize) -> usize {
-        let moved = (numel as f64 * self.ratio) as usize;
-        if moved >= numel { numel } else { moved - moved % TILE_UNIT }
-    }
-
-    /// How many of a share's values the host's memory takes before the disk does. Each one is granted once.
-    pub(crate) fn host_numel(&self, numel: usize) -> usize {
-        let taken = |left: u64| {
-            let taken = usize::try_from(left).unwrap_or(usize::MAX).min(numel);
-            if taken == numel { numel } else { taken - taken % TILE_UNIT }
-        };
-        let update = |left| Some(left - taken(left) as u64);
-        let left = self.left_in_host.fetch_update(Ordering::Relaxed, Ordering::Relaxed, update);
-        left.map_or(0, taken)
-    }
-
-    /// Whether gradients go to the host while backward goes on, where it updates all of them.
-    pub(crate) fn gradients_leave(&self) -> bool {
-        self.gradients_leave
+    /// Zeros for what kernels read, as they are placed; `near` makes those that are with the device.
+    pub(crate) fn values(
+        &self,
+        placed: &placement::Flat,
+        dtype: DType,
+        device: &Device,
+        near: impl Fn(usize, Memory) -> Result<Tensor>,
+    ) -> Result<Flat> {
+        zeros(placed, dtype, device, Category::Parameters, self.values.as_ref(), near)
     }
 
     pub(crate) fn rooms(&self) -> &Rooms {
@@ -161,17 +75,7 @@ impl Homes {
 
     /// Parameters that are read from a disk at once.
     pub(crate) fn reads(&self) -> usize {
-        self.reads
-    }
-
-    /// The home of what kernels read, where it is not the device.
-    pub(crate) fn values(&self) -> Option<&Home> {
-        self.values.as_ref()
-    }
-
-    /// Elements that are updated at a time.
-    pub(crate) fn tile_numel(&self, sub_group_size: u64) -> usize {
-        (sub_group_size.clamp(1, LARGEST_TILE) as usize).next_multiple_of(TILE_UNIT)
+        self.reads.unwrap_or(1)
     }
 
     /// How many tiles may be in memory.
@@ -199,10 +103,7 @@ impl Homes {
 
     /// The disks.
     fn disks(&self) -> impl Iterator<Item = &Disk> {
-        self.states.iter().chain(&self.values).filter_map(|home| match home {
-            Home::Disk(disk) => Some(disk),
-            Home::Host(_) | Home::Locked(_) => None,
-        })
+        self.states.iter().chain(&self.values)
     }
 
     /// What has gone to and from disks.
@@ -260,6 +161,48 @@ impl Homes {
             .map(|(key, asked, taken)| said(key, *asked, *taken))
             .chain(buffers.map(|(section, _)| said(&format!("{section}.buffer_count"), 0, 1)))
             .collect()
+    }
+}
+
+/// Zeros, as they are placed.
+fn zeros(
+    placed: &placement::Flat,
+    dtype: DType,
+    device: &Device,
+    category: Category,
+    disk: Option<&Disk>,
+    near: impl Fn(usize, Memory) -> Result<Tensor>,
+) -> Result<Flat> {
+    let run = |&(numel, home, memory): &(usize, Home, Memory)| match home {
+        Home::Device => Ok(Flat::Memory(near(numel, memory)?)),
+        Home::Host => Ok(Flat::Memory(Tensor::zeros_in([numel], dtype, device.host(), category)?)),
+        Home::LockedHost => locked(numel, dtype, device, category),
+        Home::Disk => {
+            let why = "values are placed on a disk that the store was not given: a fault of the store";
+            disk.ok_or_else(|| ZeroError::Request(why.into()))?.zeros(numel, dtype)
+        }
+    };
+    match &placed.runs[..] {
+        [first, rest] => {
+            let (at, first, rest) = (first.0, run(first)?, run(rest)?);
+            Ok(Flat::Split(Box::new(Split { first, rest, at })))
+        }
+        runs => runs.first().map_or_else(|| Ok(Flat::Memory(near(0, Memory::Own)?)), run),
+    }
+}
+
+/// Zeros in page-locked memory of a device's host; in ordinary memory where none can be locked.
+fn locked(numel: usize, dtype: DType, device: &Device, category: Category) -> Result<Flat> {
+    match device.locked(numel, dtype, category) {
+        Ok(tensor) => {
+            // SAFETY: the memory was just taken, and nobody else knows it.
+            device.host().backend().fill(unsafe { Out::vouched(&tensor) }, 0.0)?;
+            Ok(Flat::Memory(tensor))
+        }
+        Err(why) => {
+            tracing::warn!("offload_param: {numel} weights are in ordinary memory, not page-locked: {why}");
+            Ok(Flat::Memory(Tensor::zeros_in([numel], dtype, device.host(), category)?))
+        }
     }
 }
 

@@ -17,7 +17,7 @@ use crate::error::Result;
 use crate::memory::part;
 use crate::reducer::Segment;
 use crate::step::{magnitude_of, squares_of};
-use crate::store::{Share, ZeroStore, owner_in};
+use crate::store::{Share, ZeroStore};
 
 /// Of each parameter, the weights and their directions are measured.
 const MEASURED: usize = 2;
@@ -34,13 +34,13 @@ pub(crate) struct Norms {
 
 impl Norms {
     fn new(share: &Share) -> Norms {
-        let (count, rank) = (share.params.len() * MEASURED, owner_in(share));
+        let (count, rank) = (share.placed.params.len() * MEASURED, share.placed.own);
         let own = |in_group| {
-            let fragment = share.layout.fragment(in_group, rank)?;
+            let fragment = share.placed.layout.fragment(in_group, rank)?;
             Some((in_group, fragment.in_part..fragment.in_part + fragment.len))
         };
         Norms {
-            fragments: (0..share.params.len()).filter_map(own).collect(),
+            fragments: (0..share.placed.params.len()).filter_map(own).collect(),
             largest: vec![0.0; count],
             squares: vec![SquareSum::default(); count],
             has_magnitudes: false,
@@ -91,7 +91,7 @@ impl ZeroStore {
         away: &mut AwayUpdate,
     ) -> Result<()> {
         let outcome = self.lamb_passes(lamb, index, share, segments, away);
-        if outcome.is_err() && share.is_away {
+        if outcome.is_err() && share.placed.is_away() {
             // Moments are part old and part new.
             self.attached().updates.set_half_stepped(true);
         }
@@ -112,7 +112,7 @@ impl ZeroStore {
         let mut states = share.kept_states()?;
         states.push(directions.clone());
         self.update(share, &states, segments, away.factor(), &lamb.direction(&share.options).into())?;
-        if share.is_away {
+        if share.placed.is_away() {
             let rule = Rule::Lamb { lamb: *lamb, options: share.options, applied: Vec::new() };
             away.add(index, share, segments, rule)?;
         }
@@ -164,7 +164,7 @@ impl ZeroStore {
         }
         if let Some(group) = &share.sharding.slices {
             for (index, words) in words.chunks_mut(WORDS * MEASURED).enumerate() {
-                let param = &self.params[share.params[index]];
+                let param = &self.params[share.placed.params[index]];
                 // What several ranks hold alike is counted by the first of them: a slice by neighbours, the rest by all.
                 let holders = param.slice().map_or(group.size(), Slice::holders);
                 if !group.rank().is_multiple_of(holders) {

@@ -12,7 +12,7 @@ use ferrospeed_tensor::Tensor;
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
 use crate::step::squares_of;
-use crate::store::{ZeroStore, owner_in};
+use crate::store::ZeroStore;
 
 impl ZeroStore {
     /// The norm of the averaged gradient of each layer, as it is scaled, in the order of parameters; empty where one is not a
@@ -33,10 +33,12 @@ impl ZeroStore {
         }
         let (names, layer_of) = layers(self.params.iter().map(|param| param.name()));
         let mut pieces: Vec<Vec<Tensor>> = vec![Vec::new(); names.len()];
-        for segment in segments.iter().filter(|segment| state.shares[segment.group].counted) {
+        for segment in segments.iter().filter(|segment| state.shares[segment.group].placed.counted) {
             let share = &state.shares[segment.group];
-            for (in_group, &param) in share.params.iter().enumerate() {
-                let Some(fragment) = share.layout.fragment(in_group, owner_in(share)) else { continue };
+            for (in_group, &param) in share.placed.params.iter().enumerate() {
+                let Some(fragment) = share.placed.layout.fragment(in_group, share.placed.own) else {
+                    continue;
+                };
                 let start = fragment.in_part.max(segment.in_part);
                 let end = (fragment.in_part + fragment.len).min(segment.in_part + segment.values.numel());
                 if start < end {

@@ -1,17 +1,16 @@
 //! Where model state lives: ZeRO stages 0 to 3 as one store.
 //!
-//! Read in this order: [`partition`] and [`buckets`] (pure: who owns what, what travels with what), `sharding` (among whom), `store` (attach a
+//! Who owns what, where it lies, what travels together and what a step does is placed before, as data
+//! ([`ferrospeed_placement`]); here is the memory of it, and who walks through the program. Read in this order: `sharding` (among whom), `store` (attach a
 //! model; `fill` loads it), `reducer` (gradients; `sums` of micro-batches, `rows` for tables; `quantized_gradients` on the wire), `residency` (stage 3's parameters, by the order of `trace`; `quantized` on the wire, `packed` where frozen), `step` (the update; `away` where state is not at hand, `homes` says where; `one_bit` where momentum is exchanged), [`access`] (looking in), `snapshot`
 //! (to and from checkpoints), `lens` (what kernels see of weights that are trained to be compressed).
 //!
-//! What the stages share is more than what separates them: a layout says which elements a rank owns, and the rest
-//! follows. Losses, norms and weights are the same to the last bit in all four.
+//! What the stages share is more than what separates them ([`ferrospeed_placement::stage`]). Losses, norms and weights are the same to the last bit in all four.
 
 pub mod access;
 mod attached;
 mod away;
 pub mod bench;
-pub mod buckets;
 mod error;
 mod fill;
 mod hold;
@@ -24,7 +23,6 @@ mod lens;
 mod memory;
 mod one_bit;
 mod packed;
-pub mod partition;
 mod publish;
 mod quantized;
 mod quantized_gradients;

@@ -4,45 +4,36 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use ferrospeed_comm::{Group, Registered};
+use ferrospeed_placement::Memory;
 use ferrospeed_tensor::{Category, DType, Device, Tensor};
 
 use crate::error::{Result, ZeroError};
 
-/// Zeros that collectives read in place: registered memory when there are peers. All ranks of the group call this together.
-pub(crate) fn reachable(
-    group: &Group,
-    numel: usize,
-    dtype: DType,
-    device: &Device,
-    category: Category,
-) -> Result<Tensor> {
-    let bytes = numel * dtype.size_bytes();
-    if group.size() == 1 || !device.backend().is_host() {
-        return Ok(Tensor::zeros_in([numel], dtype, device, category)?);
-    }
-    // Collective, so every rank takes part even if its own share is empty.
-    Ok(mapped(group.allocate(bytes.max(1))?, numel, dtype, device, category))
-}
-
-/// Zeros that every rank reads whole and of which each writes its own part: where all ranks are on one host they exist
-/// once, so that gathering moves nothing. All ranks of the group call this together.
+/// Zeros in memory that others know as told. All ranks of the group call this together, so every rank takes part even if its
+/// own share is empty.
 ///
-/// Whoever writes its part makes sure first that nobody reads any more: see [`Group::allocate_shared`].
-pub(crate) fn common(
+/// Of what is common each rank writes its own part, and makes sure first that nobody reads any more: see
+/// [`Group::allocate_shared`].
+pub(crate) fn zeros(
+    memory: Memory,
     group: &Group,
     numel: usize,
     dtype: DType,
     device: &Device,
     category: Category,
 ) -> Result<Tensor> {
-    let bytes = numel * dtype.size_bytes();
-    if !is_common(group, device) {
-        return reachable(group, numel, dtype, device, category);
-    }
-    Ok(mapped(group.allocate_shared(bytes.max(1))?, numel, dtype, device, category))
+    let bytes = (numel * dtype.size_bytes()).max(1);
+    // Only memory of a host can be known to others.
+    let memory = if device.backend().is_host() { memory } else { Memory::Own };
+    let registered = match memory {
+        Memory::Own => return Ok(Tensor::zeros_in([numel], dtype, device, category)?),
+        Memory::Reached => group.allocate(bytes)?,
+        Memory::Common => group.allocate_shared(bytes)?,
+    };
+    Ok(mapped(registered, numel, dtype, device, category))
 }
 
-/// Whether what [`common`] gives exists once for all ranks.
+/// Whether values that all of these ranks read exist once for all of them.
 pub(crate) fn is_common(group: &Group, device: &Device) -> bool {
     group.size() > 1 && group.is_on_one_host() && device.backend().is_host()
 }

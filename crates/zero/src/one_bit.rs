@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 
 use device::OnDevice;
 use ferrospeed_comm::Group;
-use ferrospeed_config::Stage;
+use ferrospeed_config::{OptimizerTier, Stage};
 use ferrospeed_optim::Optimizer;
 use ferrospeed_optim::one_bit::{OneBit, Ratio};
 use ferrospeed_tensor::{Device, Tensor};
@@ -27,9 +27,9 @@ use host::OnHost;
 use crate::attached::State;
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
-use crate::partition::Fragment;
 use crate::reducer::Segment;
 use crate::store::{Share, StoreOptions, ZeroStore};
+use ferrospeed_placement::layout::Fragment;
 
 /// A rule, with what it remembers and what ranks have lost between each other.
 pub(crate) struct Compressing {
@@ -79,7 +79,7 @@ fn refusal(options: &StoreOptions<'_>) -> Option<&'static str> {
             "it averages over all ranks, and ranks that share sequences bring summands: set sequence_parallel_size to 1",
         );
     }
-    if options.homes.states().is_some() {
+    if options.zero.offload_optimizer.tier != OptimizerTier::Device {
         return Some("its state cannot be offloaded: remove offload_optimizer");
     }
     if options.sparse_gradients {
@@ -134,11 +134,11 @@ impl Tensors {
     /// Those of all trained parameters, in order.
     fn of(shares: &[Share], segments: &[Segment]) -> Result<Vec<Tensors>> {
         let mut tensors = Vec::new();
-        for (index, share) in shares.iter().enumerate().filter(|(_, share)| share.trained) {
+        for (index, share) in shares.iter().enumerate().filter(|(_, share)| share.placed.trained) {
             let (master, states) = (share.own_master()?, share.kept_states()?);
             let values = share.master.is_some().then(|| share.own_values()).transpose()?;
-            for in_group in 0..share.params.len() {
-                let Some(fragment) = share.layout.fragment(in_group, 0) else { continue };
+            for in_group in 0..share.placed.params.len() {
+                let Some(fragment) = share.placed.layout.fragment(in_group, 0) else { continue };
                 let cut = |flat: &Tensor| part(flat, fragment.in_part, fragment.len);
                 tensors.push(Tensors {
                     share: index,
@@ -214,7 +214,10 @@ impl ZeroStore {
 
     /// The parameters that a rule steps, in its order.
     fn trained_names(&self, state: &State) -> Vec<String> {
-        let trained = state.shares.iter().filter(|share| share.trained);
-        trained.flat_map(|share| &share.params).map(|&param| self.params[param].name().to_owned()).collect()
+        let trained = state.shares.iter().filter(|share| share.placed.trained);
+        trained
+            .flat_map(|share| &share.placed.params)
+            .map(|&param| self.params[param].name().to_owned())
+            .collect()
     }
 }

@@ -11,14 +11,14 @@ use ferrospeed_comm::{Group, World};
 use ferrospeed_tensor::{Category, Device, Out, Tensor};
 
 use crate::attached::State;
-use crate::error::Result;
+use crate::error::{Result, ZeroError};
 use crate::memory::{is_common, part};
 use crate::sharding::Sharding;
 use crate::store::{Share, ZeroStore};
 
 /// The ranks that below stage 3 send each other what a step made of a share.
 pub(crate) fn published_among(share: &Share) -> Option<&Group> {
-    share.owners().filter(|_| share.trained && share.layout.part_numel > 0)
+    share.owners().filter(|_| share.placed.is_published())
 }
 
 /// How tiles reach all ranks while they run a forward.
@@ -30,26 +30,13 @@ pub(crate) struct Publishing {
 }
 
 impl Publishing {
-    /// For shares below stage 3 of which all is updated elsewhere, by ranks that are all there are; `None` where a step
-    /// has to wait, or where there is nobody to send anything to. All ranks call it together.
-    pub(crate) fn open(
-        world: &World,
-        sharding: &Sharding,
-        shares: &[Share],
-        device: &Device,
-    ) -> Result<Option<Publishing>> {
-        let mut published = shares.iter().filter(|share| published_among(share).is_some()).peekable();
-        let fits = |share: &Share| {
-            let over_all = share.sharding.shard.name() == sharding.shard.name();
-            over_all && share.is_away && share.kept().is_empty()
-        };
-        let ranks = sharding.shard.ranks();
-        if published.peek().is_none() || !published.all(fits) || ranks.len() != world.size() {
-            return Ok(None);
-        }
+    /// Among the ranks of the common sharding, which are all there are. All ranks call it together.
+    pub(crate) fn open(world: &World, sharding: &Sharding, device: &Device) -> Result<Publishing> {
         let in_common = is_common(&sharding.shard, device);
-        let group = world.named_group(ranks, Some("published tiles"))?;
-        Ok(group.map(|group| Publishing { group, in_common }))
+        let group = world.named_group(sharding.shard.ranks(), Some("published tiles"))?;
+        let why = "new values are placed to go to ranks that this one is not of: a fault of the store";
+        let group = group.ok_or_else(|| ZeroError::Request(why.into()))?;
+        Ok(Publishing { group, in_common })
     }
 
     /// Brings all ranks a tile of everybody's part, from `start` of each on.

@@ -13,9 +13,9 @@ use ferrospeed_collective::hops::{Hops, Parcels, Run};
 use ferrospeed_collective::packing::Packing;
 use ferrospeed_comm::{Mesh, ProcessTopology, World};
 
-use crate::buckets::Bucket;
 use crate::error::Result;
 use crate::sharding::Sharding;
+use ferrospeed_placement::buckets::Bucket;
 
 const HOST: &str = "host";
 const PLACE: &str = "place";

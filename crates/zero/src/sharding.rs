@@ -11,7 +11,7 @@
 
 use ferrospeed_collective::exchange::Levels;
 use ferrospeed_comm::{Group, Mesh, ProcessTopology, World};
-use ferrospeed_config::Stage;
+use ferrospeed_placement::{self as placement, Owners, Ranks, Spread};
 use ferrospeed_tensor::Param;
 
 use crate::error::{Result, ZeroError};
@@ -46,17 +46,6 @@ struct Tie {
     stages: Group,
     /// Those of this rank's stage: they own the same part.
     peers: Group,
-}
-
-/// Who owns what of a share.
-#[derive(Debug, Clone)]
-pub(crate) struct Ownership {
-    /// The ranks that own a part each; `None` where every rank owns everything.
-    pub(crate) owners: Option<Group>,
-    /// This rank's number among those that own the same.
-    pub(crate) holder: usize,
-    /// How many there are.
-    pub(crate) holders: usize,
 }
 
 impl Sharding {
@@ -151,16 +140,29 @@ impl Sharding {
         Levels { first: &self.shard, second: self.replicas.as_ref() }
     }
 
-    /// Who owns what of a share that is spread so.
-    pub(crate) fn ownership(&self, stage: Stage, trained: bool) -> Ownership {
-        let is_cut = stage == Stage::Parameters || trained && stage > Stage::Off;
-        let (owners, holder, holders) = match &self.tie {
-            _ if is_cut => (Some(&self.shard), self.copy(), self.copies()),
-            Some(tie) if trained => (Some(&tie.stages), tie.peers.rank(), tie.peers.size()),
-            _ => (None, self.rank(), self.ranks()),
-        };
-        // One owner of everything is none.
-        Ownership { owners: owners.filter(|group| group.size() > 1).cloned(), holder, holders }
+    /// The same as data.
+    pub(crate) fn spread(&self) -> Spread {
+        let tie = self
+            .tie
+            .as_ref()
+            .map(|tie| placement::Tie { stages: ranks(&tie.stages), peers: ranks(&tie.peers) });
+        Spread {
+            shard: ranks(&self.shard),
+            replicas: self.replicas.as_ref().map_or_else(Ranks::alone, ranks),
+            tie,
+            reach: ranks(&self.reach),
+            divisor: self.divisor,
+            counted: self.counted,
+        }
+    }
+
+    /// The ranks that own a part each of what is divided so; `None` where every rank owns everything.
+    pub(crate) fn owners(&self, by: Owners) -> Option<&Group> {
+        match by {
+            Owners::Everybody => None,
+            Owners::Shard => Some(&self.shard),
+            Owners::Stages => self.tie.as_ref().map(|tie| &tie.stages),
+        }
     }
 
     /// How many ranks bring gradients of their own.
@@ -181,6 +183,16 @@ impl Sharding {
     /// The ranks that reach each other's gradients in place.
     pub(crate) fn reach(&self) -> &Group {
         &self.reach
+    }
+}
+
+/// A group as data.
+fn ranks(group: &Group) -> Ranks {
+    Ranks {
+        name: group.name().to_owned(),
+        count: group.size(),
+        own: group.rank(),
+        on_one_host: group.is_on_one_host(),
     }
 }
 

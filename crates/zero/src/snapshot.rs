@@ -13,7 +13,7 @@ use crate::error::{Result, ZeroError};
 use crate::hold::Hold;
 use crate::home::Flat;
 use crate::memory::part;
-use crate::store::{Share, ZeroStore, owner_in};
+use crate::store::{Share, ZeroStore};
 
 /// Bytes that are copied at once.
 const COPY_BYTES: usize = 64 << 10;
@@ -105,19 +105,19 @@ impl ZeroStore {
         let mut pieces = Vec::new();
         for (param, &(group, in_group)) in self.places().iter().enumerate() {
             let share = &state.shares[group];
-            let own_rank = owner_in(share);
-            let Some(fragment) = share.layout.fragment(in_group, own_rank) else { continue };
+            let own_rank = share.placed.own;
+            let Some(fragment) = share.placed.layout.fragment(in_group, own_rank) else { continue };
             let piece = |value, dtype| SavedPiece {
                 param,
                 value,
                 dtype,
-                trained: share.trained,
+                trained: share.placed.trained,
                 start: fragment.in_param,
                 len: fragment.len,
-                replicated: share.layout.ranks == 1,
+                replicated: share.placed.layout.ranks == 1,
                 in_part: fragment.in_part,
             };
-            pieces.push(piece(Saved::Weight, if share.trained { DType::F32 } else { self.dtype }));
+            pieces.push(piece(Saved::Weight, if share.placed.trained { DType::F32 } else { self.dtype }));
             let states = self.saved_states(share).iter().enumerate();
             pieces.extend(states.map(|(index, name)| piece(Saved::State(index, name), DType::F32)));
         }
@@ -131,7 +131,7 @@ impl ZeroStore {
         // The ranks that hold the same pieces all find the same writer of each parameter: the one with the least to write
         // so far.
         let mut load: Vec<Vec<usize>> =
-            state.shares.iter().map(|share| vec![0; share.ownership.holders]).collect();
+            state.shares.iter().map(|share| vec![0; share.placed.holders]).collect();
         let mut writer = vec![0; self.params.len()];
         for piece in pieces.iter().filter(|piece| piece.value == Saved::Weight) {
             let load = &mut load[self.places()[piece.param].0];
@@ -141,13 +141,13 @@ impl ZeroStore {
         }
         pieces.retain(|piece| {
             let share = &state.shares[self.places()[piece.param].0];
-            share.sharding.counted && share.ownership.holder == writer[piece.param]
+            share.sharding.counted && share.placed.holder == writer[piece.param]
         });
         pieces
     }
 
     fn saved_states(&self, share: &Share) -> &'static [&'static str] {
-        let optimizer = self.optimizer.as_ref().filter(|_| share.trained);
+        let optimizer = self.optimizer.as_ref().filter(|_| share.placed.trained);
         let names = optimizer.map_or(&[][..], |optimizer| optimizer.state_names(&share.options));
         // A schedule may move the option that decides; what was allocated stays.
         &names[..names.len().min(share.states.len())]
@@ -195,7 +195,7 @@ impl ZeroStore {
         let (flat, first) = self.flat_of(&state, piece)?;
         flat.write(first + at, &values)?;
         if piece.value == Saved::Weight && share.master.is_some() {
-            share.values.write(share.own_start + at, &values)?;
+            share.values.write(share.placed.own_start + at, &values)?;
         }
         Ok(())
     }

@@ -5,6 +5,7 @@
 use ferrospeed_comm::{Group, ReduceOp};
 use ferrospeed_optim::norm::{Magnitude, SquareSum};
 use ferrospeed_optim::{Gradient, Optimizer};
+use ferrospeed_placement::{Action, Publish};
 use ferrospeed_tensor::backend::Clipping;
 use ferrospeed_tensor::{DType, Device, Tensor};
 
@@ -12,10 +13,9 @@ use crate::attached::State;
 use crate::away::{AwayUpdate, Rule};
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
-use crate::publish::published_among;
 use crate::reducer::{Measured, Segment};
 use crate::residency::Residency;
-use crate::store::{ZeroStore, owner_in};
+use crate::store::ZeroStore;
 
 /// What a step is told.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -80,6 +80,19 @@ pub(crate) fn squares_of(device: &Device, pieces: &[&Tensor], whole: Magnitude) 
     })
 }
 
+/// A step under way.
+struct Stepping<'a> {
+    optimizer: &'a Optimizer,
+    options: StepOptions,
+    /// This rank's averaged gradients.
+    segments: Vec<Segment>,
+    /// Their norm, unscaled, and what multiplies them before the update.
+    norm: f64,
+    factor: f32,
+    /// What is to be updated elsewhere.
+    away: AwayUpdate,
+}
+
 fn values_of(segments: &[Segment]) -> Vec<&Tensor> {
     segments.iter().map(|segment| &segment.values).collect()
 }
@@ -101,78 +114,96 @@ impl ZeroStore {
         self.refuse_while_borrowed("step")?;
         state.reducer.settle()?;
         let segments = state.reducer.segments()?;
-        if let Some(outcome) = self.step_on_device(&mut state, &segments, optimizer, options)? {
-            drop(segments);
-            state.reducer.clear();
-            if matches!(outcome, StepOutcome::Applied { .. }) {
-                self.publish(&mut state)?;
+        let away = AwayUpdate::new(self);
+        let mut stepping = Stepping { optimizer, options, segments, norm: 0.0, factor: 1.0, away };
+        for action in &self.placement.program.actions {
+            if let Some(outcome) = self.act(*action, &mut state, &mut stepping)? {
+                drop(stepping);
+                state.reducer.clear();
+                if matches!(outcome, StepOutcome::Applied { .. }) {
+                    self.publish(&mut state)?;
+                }
+                return Ok(outcome);
             }
-            return Ok(outcome);
         }
-        // Where ranks hold different parts they agree here, when all are done with forward and backward: from now on
-        // nobody reads weights, which the ranks of a host may have in common, until all have the new ones.
-        let deciding = self.deciding(&state);
-        let measured = state.reducer.measured()?;
-        let magnitude = self.global_magnitude(&segments, measured.as_ref(), deciding.as_ref())?;
-        if !magnitude.is_finite() {
-            let (param, rank) = self.first_bad(&state, &segments)?;
-            state.reducer.clear();
-            return Ok(StepOutcome::Skipped { param, rank });
-        }
-        let counts = |group: usize| state.shares[group].counted;
-        let squares = match measured.and_then(|measured| measured.squares(magnitude, counts)) {
-            Some(squares) => squares,
-            None => self.squares(&state, &segments, magnitude)?,
-        };
-        let scaled_norm = self.global_norm(&state, squares, magnitude, deciding.as_ref())?;
-        state.reducer.expect(magnitude);
-        let (norm, factor) = (scaled_norm / options.loss_scale, options.clipping().factor(scaled_norm));
-        self.holds.wait_for_none();
-        state.shares.iter_mut().for_each(|share| share.steps += 1);
-        if state.compressing.is_some() {
-            self.one_bit_step(&mut state, &segments, factor)?;
-            drop(segments);
-            state.reducer.clear();
-            state.expect_step();
-            return Ok(StepOutcome::Applied { norm });
-        }
-        let away = self.update_all(&state, &segments, optimizer, factor)?;
-        let publishes = self.start(&mut state, away)?;
+        let Stepping { norm, away, segments, .. } = stepping;
+        let is_published = self.start(&mut state, away)?;
         drop(segments);
         state.reducer.clear();
-        if !publishes {
+        state.expect_step();
+        if !is_published {
             self.publish(&mut state)?;
         }
         Ok(StepOutcome::Applied { norm })
     }
 
-    /// Updates what is where kernels work; returns what is to be done elsewhere.
-    fn update_all(
+    /// Does one thing that the program says. What it returns ends the step.
+    fn act(
         &self,
-        state: &State,
-        segments: &[Segment],
-        optimizer: &Optimizer,
-        factor: f32,
-    ) -> Result<AwayUpdate> {
-        let mut away = AwayUpdate::new(self, factor);
-        for (index, share) in state.shares.iter().enumerate().filter(|(_, share)| share.trained) {
-            let own: Vec<&Segment> = segments.iter().filter(|segment| segment.group == index).collect();
-            match optimizer {
-                Optimizer::Lamb(lamb) => self.lamb_step(lamb, index, share, &own, &mut away)?,
-                optimizer => {
-                    let pass = optimizer.pass(&share.options, share.steps);
-                    self.update(share, &share.kept_states()?, &own, factor, &pass)?;
-                    if share.is_away {
-                        away.add(index, share, &own, Rule::Pass(pass))?;
-                    }
-                }
+        action: Action,
+        state: &mut State,
+        stepping: &mut Stepping<'_>,
+    ) -> Result<Option<StepOutcome>> {
+        let segments = &stepping.segments;
+        let of_share = |share: usize| segments.iter().filter(move |segment| segment.group == share).collect();
+        match action {
+            // Backward has done it.
+            Action::Collect(_) | Action::Reduce { .. } => {}
+            Action::StepOnDevice => return self.step_on_device(state, stepping),
+            Action::Measure { .. } => return self.measure(state, stepping),
+            Action::ExchangeMomentum => self.one_bit_step(state, segments, stepping.factor)?,
+            Action::UpdateTensors { share: index } => {
+                let (Optimizer::Lamb(lamb), share) = (stepping.optimizer, &state.shares[index]) else {
+                    return Ok(None);
+                };
+                let own: Vec<&Segment> = of_share(index);
+                self.lamb_step(lamb, index, share, &own, &mut stepping.away)?;
             }
+            Action::Update { share: index, .. } => {
+                let share = &state.shares[index];
+                let (own, pass) = (of_share(index), stepping.optimizer.pass(&share.options, share.steps));
+                self.update(share, &share.kept_states()?, &own, stepping.factor, &pass)?;
+            }
+            Action::UpdateAway { share: index, .. } => {
+                let share = &state.shares[index];
+                let (own, pass) = (of_share(index), stepping.optimizer.pass(&share.options, share.steps));
+                stepping.away.add(index, share, &own, Rule::Pass(pass))?;
+            }
+            // When all else is done.
+            Action::Publish(_) => {}
         }
-        Ok(away)
+        Ok(None)
+    }
+
+    /// Looks for what is no number, and takes the norm.
+    fn measure(&self, state: &mut State, stepping: &mut Stepping<'_>) -> Result<Option<StepOutcome>> {
+        let segments = &stepping.segments;
+        // Where ranks hold different parts they agree here, when all are done with forward and backward: from now on
+        // nobody reads weights, which the ranks of a host may have in common, until all have the new ones.
+        let deciding = self.deciding(state);
+        let measured = state.reducer.measured()?;
+        let magnitude = self.global_magnitude(segments, measured.as_ref(), deciding.as_ref())?;
+        if !magnitude.is_finite() {
+            let (param, rank) = self.first_bad(state, segments)?;
+            return Ok(Some(StepOutcome::Skipped { param, rank }));
+        }
+        let counts = |group: usize| state.shares[group].placed.counted;
+        let squares = match measured.and_then(|measured| measured.squares(magnitude, counts)) {
+            Some(squares) => squares,
+            None => self.squares(state, segments, magnitude)?,
+        };
+        let scaled_norm = self.global_norm(state, squares, magnitude, deciding.as_ref())?;
+        state.reducer.expect(magnitude);
+        stepping.norm = scaled_norm / stepping.options.loss_scale;
+        stepping.factor = stepping.options.clipping().factor(scaled_norm);
+        stepping.away.multiply_by(stepping.factor);
+        self.holds.wait_for_none();
+        state.shares.iter_mut().for_each(|share| share.steps += 1);
+        Ok(None)
     }
 
     /// Begins what is to be done elsewhere. The next forward runs beside it, unless new values go to all ranks at once.
-    /// Returns whether they go there tile by tile.
+    /// Returns whether they go there a stretch at a time.
     fn start(&self, state: &mut State, away: AwayUpdate) -> Result<bool> {
         if away.is_empty() {
             return Ok(false);
@@ -183,8 +214,8 @@ impl ZeroStore {
         let tiles = away.tiles(|tile| {
             let share = &state.shares[tile.share];
             // Whoever owns it: all ranks have the same order.
-            let members = share.params.iter().enumerate().filter(|(in_group, _)| {
-                let mut fragments = share.layout.fragments[*in_group].iter();
+            let members = share.placed.params.iter().enumerate().filter(|(in_group, _)| {
+                let mut fragments = share.placed.layout.fragments[*in_group].iter();
                 fragments.any(|f| f.in_part < tile.range.end && tile.range.start < f.in_part + f.len)
             });
             members.filter_map(|(_, param)| first_reads.get(*param)).min().copied().unwrap_or(usize::MAX)
@@ -196,9 +227,8 @@ impl ZeroStore {
             drop(away);
             running.end(outcome);
         };
-        let published =
-            state.residency.is_none() && state.shares.iter().any(|share| published_among(share).is_some());
-        if published && self.publishing.is_none() {
+        let publish = self.placement.program.publish();
+        if publish == Publish::Gather {
             work();
             return self.settle("step").map(|()| false);
         }
@@ -207,7 +237,7 @@ impl ZeroStore {
         }
         let thread = std::thread::Builder::new().name("update".to_owned());
         match thread.spawn(work) {
-            Ok(_) => Ok(published),
+            Ok(_) => Ok(publish == Publish::Stretches),
             Err(error) => {
                 Err(ZeroError::Request(format!("no thread for the update of offloaded state: {error}")))
             }
@@ -215,25 +245,12 @@ impl ZeroStore {
     }
 
     /// The step of a rank that holds all gradients, left to its device from the first measurement to the last update; the
-    /// host only learns how it ended. `None` where the device or the optimizer needs the host in between.
-    fn step_on_device(
-        &self,
-        state: &mut State,
-        segments: &[Segment],
-        optimizer: &Optimizer,
-        options: StepOptions,
-    ) -> Result<Option<StepOutcome>> {
-        if self.agreement.is_some()
-            || self.device.backend().is_host()
-            || matches!(optimizer, Optimizer::Lamb(_) | Optimizer::OneBit(_))
-            || optimizer.is_of_the_host()
-            || state.shares.iter().any(|share| share.is_away)
-        {
-            return Ok(None);
-        }
+    /// host only learns how it ended. `None` where the device cannot.
+    fn step_on_device(&self, state: &mut State, stepping: &Stepping<'_>) -> Result<Option<StepOutcome>> {
+        let Stepping { optimizer, options, segments, .. } = stepping;
         self.holds.wait_for_none();
         let mut updates = Vec::new();
-        for (index, share) in state.shares.iter().enumerate().filter(|(_, share)| share.trained) {
+        for (index, share) in state.shares.iter().enumerate().filter(|(_, share)| share.placed.trained) {
             let own: Vec<&Segment> = segments.iter().filter(|segment| segment.group == index).collect();
             let update = optimizer.update(&share.options, share.steps + 1);
             updates.push((update, self.operands(share, &share.kept_states()?, &own, true)?));
@@ -285,7 +302,7 @@ impl ZeroStore {
 
     /// The sum of squares of this rank's gradients that count.
     fn squares(&self, state: &State, segments: &[Segment], magnitude: Magnitude) -> Result<SquareSum> {
-        let counted = segments.iter().filter(|segment| state.shares[segment.group].counted);
+        let counted = segments.iter().filter(|segment| state.shares[segment.group].placed.counted);
         let counted: Vec<&Tensor> = counted.map(|segment| &segment.values).collect();
         squares_of(self.place_of(segments), &counted, magnitude)
     }
@@ -313,9 +330,9 @@ impl ZeroStore {
         let mut found = i64::MAX;
         for segment in segments {
             let share = &state.shares[segment.group];
-            let own_rank = owner_in(share);
-            for (in_group, &param) in share.params.iter().enumerate() {
-                let Some(fragment) = share.layout.fragment(in_group, own_rank) else { continue };
+            let own_rank = share.placed.own;
+            for (in_group, &param) in share.placed.params.iter().enumerate() {
+                let Some(fragment) = share.placed.layout.fragment(in_group, own_rank) else { continue };
                 let start = fragment.in_part.max(segment.in_part);
                 let end = (fragment.in_part + fragment.len).min(segment.in_part + segment.values.numel());
                 if start >= end || param as i64 >= found {

@@ -12,8 +12,9 @@ mod members;
 mod options;
 mod share;
 
+pub(crate) use options::data_type;
 pub use options::{ParamGroup, StoreOptions};
-pub(crate) use share::{Share, owner_in};
+pub(crate) use share::Share;
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -23,25 +24,24 @@ use ferrospeed_collective::hops::Hops;
 use ferrospeed_comm::{Group, World};
 use ferrospeed_config::Stage;
 use ferrospeed_optim::{GroupOptions, Optimizer};
+use ferrospeed_placement::{Placement, Publish};
 use ferrospeed_tensor::store::ParamSource;
 use ferrospeed_tensor::{DType, Device, Param};
 
 use crate::attached::{Attached, State};
-use crate::buckets::{self, Kind};
 use crate::error::{Result, ZeroError};
 use crate::hold::Holds;
 use crate::home::Flat;
 use crate::homes::Homes;
 use crate::one_bit::Compressing;
-use crate::partition::Layout;
 use crate::publish::Publishing;
 use crate::quantized_gradients;
 use crate::reducer::{Reducer, Road};
 use crate::residency::{Pass, Residency};
 use crate::sharding::Sharding;
 use gathered::{awaited, residency};
-use members::{agree, leaves, places, spreads};
-use options::{reduce_options, road};
+use members::{agree, kinds, leaves, places, spreads};
+use options::{Known, placement, road};
 use share::build_share;
 
 /// What a common disk may be written in its life.
@@ -67,6 +67,8 @@ pub struct ZeroStore {
     /// What the parameters hold as well.
     attached: Arc<Attached>,
     homes: Homes,
+    /// Who holds what, where, and what a step does.
+    pub(crate) placement: Placement,
     /// How new values reach all ranks beside the next forward.
     pub(crate) publishing: Option<Publishing>,
     /// Whether what kernels read may be less exact than what ranks keep.
@@ -100,94 +102,52 @@ impl ZeroStore {
             agree(sharding, params.iter().zip(&spreads).filter(|(_, of)| **of == spread).map(|(p, _)| p))?;
         }
 
-        // The last group is what nobody trains.
-        let mut group_members: Vec<Vec<usize>> = vec![Vec::new(); groups.len() + 1];
-        places.iter().enumerate().for_each(|(param, &(group, _))| group_members[group].push(param));
-        let mut shares = Vec::with_capacity(group_members.len());
-        let mut positions = vec![(0, 0); params.len()];
-        for (group, list) in group_members.iter_mut().enumerate() {
-            list.sort_by_key(|&param| if group < groups.len() { places[param].1 } else { param });
-            for (spread, sharding) in shardings.iter().enumerate() {
-                let members: Vec<usize> =
-                    list.iter().copied().filter(|&param| spreads[param] == spread).collect();
-                // Every group has a share of the common kind, be it empty.
-                if members.is_empty() && spread > 0 {
-                    continue;
-                }
-                for (index, &param) in members.iter().enumerate() {
-                    positions[param] = (shares.len(), index);
-                }
-                let group_options = groups
-                    .get(group)
-                    .map_or(GroupOptions { lr: 0.0, weight_decay: 0.0, betas: [0.0; 2] }, |g| g.options);
-                let trained = group < groups.len();
-                let share = build_share(
-                    device,
-                    params,
-                    members,
-                    group,
-                    group_options,
-                    trained,
-                    sharding,
-                    options,
-                    source,
-                )?;
-                shares.push(share);
-            }
-        }
-        group_members.truncate(groups.len());
+        let (in_rows, kinds) = kinds(params, &leaves, options);
+        let known = Known { params, places: &places, spreads: &spreads, kinds: &kinds };
+        let placement = placement(options, &known, groups, &shardings, device, world.size());
+        tracing::debug!("placement of rank {}:\n{placement}", world.rank());
 
-        let trained: Vec<&Share> = shares.iter().filter(|share| share.trained).collect();
-        let grouped: Vec<Vec<(usize, usize)>> = trained
-            .iter()
-            .map(|share| share.params.iter().map(|&param| (param, params[param].numel())).collect())
-            .collect();
-        let layouts: Vec<Layout> = trained.iter().map(|share| share.layout.clone()).collect();
-        let owners: Vec<usize> = trained.iter().map(|share| owner_in(share)).collect();
+        let mut shares = Vec::with_capacity(placement.shares.len());
+        for placed in &placement.shares {
+            // What nobody trains has no options.
+            let untrained = GroupOptions { lr: 0.0, weight_decay: 0.0, betas: [0.0; 2] };
+            let group_options = groups.get(placed.group).map_or(untrained, |group| group.options);
+            let sharding = shardings[placed.spread];
+            shares.push(build_share(device, params, placed, group_options, sharding, options, source)?);
+        }
+        let mut group_members: Vec<Vec<usize>> = vec![Vec::new(); groups.len()];
+        for (group, members) in group_members.iter_mut().enumerate() {
+            let of_group = shares.iter().filter(|share| share.placed.group == group);
+            members.extend(of_group.flat_map(|share| share.placed.params.iter().copied()));
+            members.sort_by_key(|&param| places[param].1);
+        }
         let sharding = &options.sharding;
-        let rows = options.sparse_gradients
-            && stage == Stage::Off
-            && options.elsewhere.is_empty()
-            && sharding.replicas.is_none()
-            && sharding.ranks() > 1;
-        let in_rows: Vec<bool> =
-            params.iter().map(|param| rows && param.is_table() && param.shape().dims() == 2).collect();
-        let mut kinds = vec![Kind::Ordinary; params.len()];
-        leaves.iter().flatten().for_each(|&param| kinds[param] = Kind::Leaf);
-        in_rows.iter().zip(&mut kinds).filter(|(rows, _)| **rows).for_each(|(_, kind)| *kind = Kind::Rows);
-        // Ranks that share one way of being spread cut it into the same buckets, whatever else each of them holds.
-        let common = |share: &&Share| spreads.get(share.params[0]) == Some(&0);
-        let numel =
-            |share: &Share| share.params.iter().map(|&param| params[param].numel() as u64).sum::<u64>();
-        let filled = || trained.iter().copied().filter(|share| !share.params.is_empty());
-        let common_numel: u64 = filled().filter(common).map(numel).sum();
-        let limit_of = |share: &&Share| match share.params.first() {
-            Some(_) if !common(share) => options.zero.bucket_numel(numel(share)),
-            _ => options.zero.bucket_numel(common_numel),
-        };
-        let limits: Vec<u64> = trained.iter().map(limit_of).collect();
-        let plan = buckets::plan(&grouped, &layouts, |param| kinds[param], &owners, &limits);
-        let part_numels: Vec<usize> = layouts.iter().map(|layout| layout.part_numel).collect();
         let shapes = params.iter().map(|param| (*param.shape(), options.dtype)).collect();
         let quantized = stage == Stage::Parameters && options.zero.quantized_gradients;
         // Once for each way of being spread, since ranks may have to make groups for it.
-        let ways =
-            shardings.iter().map(|sharding| quantized.then(|| quantized_gradients::hops(world, sharding)));
-        let ways: Vec<Option<Hops>> =
-            ways.map(|hops| Ok(hops.transpose()?.flatten())).collect::<Result<_>>()?;
-        let way = |share: &Share| share.params.first().and_then(|&param| ways[spreads[param]].clone());
-        let roads: Vec<Road> =
-            trained.iter().map(|share| road(options, &share.sharding, way(share))).collect();
-        let reducer =
-            Reducer::new(roads, reduce_options(options, &trained), plan, &part_numels, shapes, device)?;
+        let hops = |sharding: &&Sharding| match quantized {
+            true => quantized_gradients::hops(world, sharding),
+            false => Ok(None),
+        };
+        let hops: Vec<Option<Hops>> = shardings.iter().map(hops).collect::<Result<_>>()?;
+        let trained = || shares.iter().filter(|share| share.placed.trained);
+        let roads: Vec<Road> = trained()
+            .map(|share| road(options, &share.sharding, hops[share.placed.spread].clone()))
+            .collect();
+        let part_numels: Vec<usize> = trained().map(|share| share.placed.layout.part_numel).collect();
+        let (gradients, buckets) = (placement.gradients.clone(), placement.buckets.clone());
+        let reducer = Reducer::new(roads, gradients, buckets, &part_numels, shapes, device)?;
+        let positions = placement.seats.clone();
         let residency = if stage == Stage::Parameters {
             Some(residency(world, device, params, &positions, &shares, &leaves, options)?)
         } else {
             None
         };
 
-        let below = stage != Stage::Parameters;
-        let publishing = below.then(|| Publishing::open(world, sharding, &shares, device)).transpose()?;
+        let publishing = match placement.program.publish() {
+            Publish::Stretches => Some(Publishing::open(world, sharding, device)?),
+            Publish::Nothing | Publish::Gather | Publish::DropCopies => None,
+        };
         let shapes = params.iter().map(|param| *param.shape()).collect();
         let mut state = State { shares, reducer, residency, compressing };
         state.expect_step();
@@ -211,7 +171,8 @@ impl ZeroStore {
             indices,
             attached,
             homes: options.homes.clone(),
-            publishing: publishing.flatten(),
+            publishing,
+            placement,
             gathers_quantized: stage == Stage::Parameters && options.zero.quantized_weights,
             holds: Holds::default(),
         });
@@ -264,6 +225,11 @@ impl ZeroStore {
     /// From now on micro-batches are added up before a step, in this type. Not while gradients wait for one.
     pub fn accumulate_in(&self, kept: DType) -> Result<()> {
         self.lock().reducer.accumulate_in(kept)
+    }
+
+    /// Who holds what of the model's state, where, and what a step does to it.
+    pub fn placement(&self) -> &Placement {
+        &self.placement
     }
 
     /// All parameters.
@@ -337,7 +303,7 @@ impl ZeroStore {
     pub fn group_options(&self) -> Vec<GroupOptions> {
         let state = self.attached.lock();
         let of_group =
-            |group| state.shares.iter().find(|share| share.group == group).map(|share| share.options);
+            |group| state.shares.iter().find(|share| share.placed.group == group).map(|share| share.options);
         (0..self.groups.len()).filter_map(of_group).collect()
     }
 
@@ -345,7 +311,11 @@ impl ZeroStore {
     pub fn set_group_options(&self, group: usize, options: GroupOptions) {
         if group < self.groups.len() {
             let mut state = self.attached.lock();
-            state.shares.iter_mut().filter(|share| share.group == group).for_each(|s| s.options = options);
+            state
+                .shares
+                .iter_mut()
+                .filter(|share| share.placed.group == group)
+                .for_each(|s| s.options = options);
         }
     }
 
@@ -365,7 +335,7 @@ impl ZeroStore {
     /// What each step writes to the disks that hold this rank's state.
     pub fn disk_bytes_per_step(&self) -> u64 {
         let state = self.attached.lock();
-        let trained = state.shares.iter().filter(|share| share.trained);
+        let trained = state.shares.iter().filter(|share| share.placed.trained);
         trained
             .flat_map(|share| share.master.iter().chain(&share.states).chain(std::iter::once(&share.values)))
             .map(Flat::disk_bytes)

@@ -39,7 +39,7 @@ impl ZeroStore {
         for (segment, start, len) in kept(share, segments) {
             let copy = match (changes_weights && self.dtype != DType::F32, in_place) {
                 (false, _) => None,
-                (true, true) => Some(share.values.read(share.own_start + start, len, &self.device)?),
+                (true, true) => Some(share.values.read(share.placed.own_start + start, len, &self.device)?),
                 (true, false) => Some(Tensor::empty_in([len], self.dtype, &self.device, Category::Buffers)?),
             };
             pieces.push(UpdateOperands {
@@ -65,15 +65,15 @@ impl ZeroStore {
         let changes_weights = !matches!(pass, Pass::Kernel(Update::LambDirection { .. }));
         let pieces = self.operands(share, states, segments, changes_weights)?;
         self.apply(&pieces, gradient_factor, pass)?;
-        if !changes_weights || !share.is_away {
+        if !changes_weights || !share.placed.is_away() {
             return Ok(());
         }
         let in_place = share.values.is_here(&self.device);
         for ((_, start, _), piece) in kept(share, segments).zip(&pieces) {
             match &piece.copy {
-                Some(copy) if !in_place => share.values.write(share.own_start + start, copy)?,
+                Some(copy) if !in_place => share.values.write(share.placed.own_start + start, copy)?,
                 None if share.master.is_some() => {
-                    share.values.write(share.own_start + start, &piece.weights)?;
+                    share.values.write(share.placed.own_start + start, &piece.weights)?;
                 }
                 _ => {}
             }

@@ -170,8 +170,8 @@ impl ZeroStore {
 
     /// The sizes of the parameters that a rule steps, in its order.
     fn numels(&self, state: &State) -> Vec<usize> {
-        let trained = state.shares.iter().filter(|share| share.trained);
-        let numels = trained.flat_map(|share| &share.params).map(|&param| self.params[param].numel());
+        let trained = state.shares.iter().filter(|share| share.placed.trained);
+        let numels = trained.flat_map(|share| &share.placed.params).map(|&param| self.params[param].numel());
         numels.filter(|numel| *numel > 0).collect()
     }
 }

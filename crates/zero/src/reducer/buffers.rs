@@ -4,108 +4,81 @@
 //! ranks reach take turns with one or two. A gradient may be written to its place in the first place
 //! ([`Reducer::lend_place`]), so that it is never copied.
 
-use std::collections::BTreeMap;
-
+use ferrospeed_placement::buckets::{Bucket, Kind};
+use ferrospeed_placement::gradients::Buffer;
+use ferrospeed_placement::share::Purpose;
+use ferrospeed_placement::stage::Extent;
+use ferrospeed_placement::{Kept, Memory};
 use ferrospeed_tensor::{Category, DType, Lent, Out, Tensor};
 
 use super::leaving::Leaving;
-use super::{Arrived, ReduceOptions, Reducer, Road, Segment};
-use crate::buckets::{Bucket, Kind};
+use super::{Arrived, Reducer, Segment};
 use crate::error::{Result, ZeroError};
-use crate::memory::{part, reachable};
+use crate::memory::{part, zeros};
+use crate::store::data_type;
 use ferrospeed_collective::exchange::Pending;
 
 /// Places are lent only where kernels write as fast as to memory of their own.
 const PLACE_ALIGNMENT_BYTES: usize = 64;
 
 impl Reducer {
-    /// Memory for the buckets, and for what is kept beside them, where they are used again or hold another type.
+    /// Memory for the buckets, and for what is kept beside them, as they are placed.
     pub(super) fn allocate(&mut self) -> Result<()> {
-        if self.stay() {
-            self.leaving = self.leave()?;
-            return Ok(());
-        }
-        let options = &self.options;
-        let reach = |bucket: &Bucket| self.roads[bucket.group].sharding.reach();
-        if self.sums_up() {
-            let in_place = options.wire == options.kept;
-            let sum = |bucket: &Bucket| match in_place {
-                true => {
-                    reachable(reach(bucket), bucket.numel(), options.kept, &self.device, Category::Gradients)
-                }
-                false => {
-                    Ok(Tensor::zeros_in([bucket.numel()], options.kept, &self.device, Category::Gradients)?)
-                }
-            };
-            self.sums = self.buckets.iter().map(sum).collect::<Result<_>>()?;
-            if in_place {
-                return Ok(());
+        let (wire, kept) = (self.wire, self.kept_type);
+        self.sums = match self.placed.kept {
+            Kept::InSums { in_place } => {
+                let of = |bucket: &Bucket| {
+                    self.known(bucket.group, in_place, bucket.numel(), kept, Category::Gradients)
+                };
+                self.buckets.iter().map(of).collect::<Result<_>>()?
             }
-        }
-        self.buffers = if self.keeps_buffers() {
-            let whole = |bucket: &Bucket| {
-                reachable(reach(bucket), bucket.numel(), options.wire, &self.device, Category::Gradients)
-            };
-            self.slots = (0..self.buckets.len()).collect();
-            self.buckets.iter().map(whole).collect::<Result<_>>()?
-        } else {
-            // Buckets that the same ranks reach take turns.
-            let name = |bucket: &usize| reach(&self.buckets[*bucket]).name();
-            let mut ways: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
-            (0..self.buckets.len()).for_each(|bucket| ways.entry(name(&bucket)).or_default().push(bucket));
-            let mut buffers = Vec::new();
-            self.slots = vec![0; self.buckets.len()];
-            for members in ways.values() {
-                let largest = members.iter().map(|&bucket| self.buckets[bucket].numel()).max().unwrap_or(0);
-                let count = members.len().min(if options.overlap { 2 } else { 1 });
-                for (turn, &bucket) in members.iter().enumerate() {
-                    self.slots[bucket] = buffers.len() + turn % count;
-                }
-                for _ in 0..count {
-                    let reach = reach(&self.buckets[members[0]]);
-                    buffers.push(reachable(reach, largest, options.wire, &self.device, Category::Buffers)?);
-                }
-            }
-            buffers
+            Kept::AsMade | Kept::InBuckets | Kept::Apart => Vec::new(),
         };
-        if self.sums_up() || (options.keep_buffers && !options.accumulates && options.wire == options.kept) {
+        let category = match self.placed.buffers_purpose() {
+            Purpose::Gradients => Category::Gradients,
+            _ => Category::Buffers,
+        };
+        let buffer = |buffer: &Buffer| self.known(buffer.share, true, buffer.numel, wire, category);
+        self.buffers = self.placed.buffers.iter().map(buffer).collect::<Result<_>>()?;
+        self.leaving = match self.placed.leave {
+            true => Leaving::open(&self.device, &self.part_numels, kept)?,
+            false => None,
+        };
+        if self.placed.kept != Kept::Apart || self.leaving.is_some() {
             return Ok(());
         }
-        self.leaving = self.leave()?;
-        if self.leaving.is_some() {
-            return Ok(());
-        }
-        let options = &self.options;
-        // Peers write there what they reduce of this rank's part.
-        let keep = |(&numel, road): (&usize, &Road)| match options.wire == options.kept && !options.whole {
-            true => reachable(road.sharding.reach(), numel, options.kept, &self.device, Category::Gradients),
-            false => Ok(Tensor::zeros_in([numel], options.kept, &self.device, Category::Gradients)?),
-        };
-        self.kept = self.part_numels.iter().zip(&self.roads).map(keep).collect::<Result<_>>()?;
+        let in_reach = self.placed.is_kept_in_reach();
+        let part = |(share, &numel)| self.known(share, in_reach, numel, kept, Category::Gradients);
+        self.kept = self.part_numels.iter().enumerate().map(part).collect::<Result<_>>()?;
         Ok(())
     }
 
-    /// Room on the host for what this rank keeps, where it goes there.
-    fn leave(&self) -> Result<Option<Leaving>> {
-        let open = || Leaving::open(&self.device, &self.part_numels, self.options.kept);
-        if self.options.leaves { open() } else { Ok(None) }
-    }
-
-    /// Whether every bucket has a buffer of its own.
-    pub(super) fn keeps_buffers(&self) -> bool {
-        self.options.keep_buffers && !self.sums_up()
+    /// Zeros that the ranks which reach each other's gradients of a share know, or this one alone.
+    fn known(
+        &self,
+        share: usize,
+        in_reach: bool,
+        numel: usize,
+        dtype: DType,
+        category: Category,
+    ) -> Result<Tensor> {
+        let reach = self.roads[share].sharding.reach();
+        let memory = if in_reach && reach.size() > 1 { Memory::Reached } else { Memory::Own };
+        zeros(memory, reach, numel, dtype, &self.device, category)
     }
 
     /// From now on micro-batches are added up, in this type.
     pub(crate) fn accumulate_in(&mut self, kept: DType) -> Result<()> {
-        if self.options.accumulates {
+        if self.placed.facts.accumulates {
             return Ok(());
         }
         if self.has_gradients() || self.arrived.iter().any(Option::is_some) {
             let why = "gradients wait for a step: accumulation can only begin between steps";
             return Err(ZeroError::Request(why.into()));
         }
-        self.options = ReduceOptions { accumulates: true, kept, ..self.options };
+        let reach: Vec<&str> = self.roads.iter().map(|road| road.sharding.reach().name()).collect();
+        self.placed = self.placed.accumulating_in(data_type(kept), &reach, &self.buckets);
+        self.kept_type = kept;
         (self.buffers, self.kept, self.sums, self.leaving) = (Vec::new(), Vec::new(), Vec::new(), None);
         self.allocate()
     }
@@ -119,8 +92,7 @@ impl Reducer {
         if sums && (!self.sums_in_place() || self.summed[param]) {
             return Ok(None);
         }
-        let fits =
-            self.device.backend().is_host() && dtype == self.options.wire && self.before(bucket) == 1.0;
+        let fits = self.device.backend().is_host() && dtype == self.wire && self.before(bucket) == 1.0;
         let Some(start) = self.buckets[bucket].whole_place(seat) else { return Ok(None) };
         let aligned = (start * dtype.size_bytes()).is_multiple_of(PLACE_ALIGNMENT_BYTES);
         let taken = self.loans[param].is_out() || self.arrived[param].is_some() || self.retired;
@@ -135,7 +107,7 @@ impl Reducer {
     }
 
     pub(crate) fn buffer(&self, bucket: usize) -> Result<Tensor> {
-        part(&self.buffers[self.slots[bucket]], 0, self.buckets[bucket].numel())
+        part(&self.buffers[self.placed.slots[bucket]], 0, self.buckets[bucket].numel())
     }
 
     /// Whether a bucket's buffer can be written now. Buckets that have come back make room.
@@ -143,7 +115,7 @@ impl Reducer {
         if self.buckets[bucket].kind == Kind::Rows {
             return Ok(false);
         }
-        if self.options.keep_buffers || self.stay() {
+        if self.placed.facts.extent == Extent::Whole || self.stay() {
             return Ok(true);
         }
         while self
@@ -154,7 +126,7 @@ impl Reducer {
             let earliest = self.in_flight.remove(0);
             self.land(earliest)?;
         }
-        let has_slot = |other: usize| self.slots[other] == self.slots[bucket];
+        let has_slot = |other: usize| self.slot(other) == self.slot(bucket);
         let busy = self.in_flight.iter().any(|other| has_slot(other.bucket));
         Ok(!busy && !(self.next..bucket).any(has_slot))
     }
@@ -185,7 +157,7 @@ impl Reducer {
         for place in &bucket.places[seat] {
             let values = match &gradient {
                 Some(gradient) => part(gradient, place.in_param, place.len)?,
-                None => Tensor::zeros_in([place.len], self.options.wire, &self.device, Category::Gradients)?,
+                None => Tensor::zeros_in([place.len], self.wire, &self.device, Category::Gradients)?,
             };
             let in_part = bucket.in_part(place.in_bucket);
             match &mut self.leaving {

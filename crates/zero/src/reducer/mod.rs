@@ -25,11 +25,13 @@ mod tests;
 
 use std::ops::Range;
 
+use ferrospeed_config::DataType;
 use ferrospeed_optim::norm::Magnitude;
+use ferrospeed_placement::buckets::{Bucket, Kind, Owned};
+use ferrospeed_placement::{Departure, Gradients, Kept};
 use ferrospeed_tensor::backend::{Binary, Unary};
 use ferrospeed_tensor::{Category, DType, Device, Lent, Loan, Out, Returned, RowGradient, Shape, Tensor};
 
-use crate::buckets::{Bucket, Kind, Owned};
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
 use crate::quantized_gradients::parcels;
@@ -38,27 +40,6 @@ use ferrospeed_collective::hops::Parcels;
 use leaving::Leaving;
 pub(crate) use measures::Measured;
 pub(crate) use road::Road;
-
-/// How gradients are averaged and kept.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct ReduceOptions {
-    /// Everybody keeps everything (stage 0), or each rank its own.
-    pub(crate) whole: bool,
-    /// One buffer for every bucket (stages 0 and 1), or a few that are used in turn.
-    pub(crate) keep_buffers: bool,
-    /// Whether reduction runs beside backward.
-    pub(crate) overlap: bool,
-    /// The type in which gradients travel.
-    pub(crate) wire: DType,
-    /// The type in which they are kept.
-    pub(crate) kept: DType,
-    /// Whether micro-batches are added up.
-    pub(crate) accumulates: bool,
-    /// Whether each of them is reduced before that, where one reduction of the sum would do.
-    pub(crate) each_micro_batch: bool,
-    /// Whether what is kept is in the host's memory, where a device is no host.
-    pub(crate) leaves: bool,
-}
 
 /// A reduced gradient: elements `in_part..` of a group's part.
 #[derive(Debug, Clone)]
@@ -126,11 +107,24 @@ pub(crate) struct InFlight {
     pub(crate) own: Tensor,
 }
 
+/// The type of the tensors that hold a configured type.
+fn dtype(data_type: DataType) -> DType {
+    match data_type {
+        DataType::Fp32 => DType::F32,
+        DataType::Fp16 => DType::F16,
+        DataType::Bf16 => DType::BF16,
+    }
+}
+
 /// The gradients of all groups on their way.
 pub(crate) struct Reducer {
     /// Over which ranks gradients are reduced, by group.
     pub(crate) roads: Vec<Road>,
-    pub(crate) options: ReduceOptions,
+    /// Where gradients are between backward and step.
+    pub(crate) placed: Gradients,
+    /// The types in which they travel, and in which they are kept.
+    pub(crate) wire: DType,
+    pub(crate) kept_type: DType,
     pub(crate) buckets: Vec<Bucket>,
     /// What of each bucket goes to whom, where it travels as small integers.
     parcels: Vec<Parcels>,
@@ -138,8 +132,6 @@ pub(crate) struct Reducer {
     pub(crate) seats: Vec<Option<(usize, usize)>>,
     /// Empty where gradients stay as they come.
     buffers: Vec<Tensor>,
-    /// Which buffer each bucket uses.
-    slots: Vec<usize>,
     pub(crate) arrived: Vec<Option<Arrived>>,
     /// Of each parameter, its place in a buffer as it was last lent to backward.
     pub(crate) loans: Vec<Loan>,
@@ -177,7 +169,7 @@ pub(crate) struct Reducer {
 impl Reducer {
     pub(crate) fn new(
         roads: Vec<Road>,
-        options: ReduceOptions,
+        placed: Gradients,
         buckets: Vec<Bucket>,
         part_numels: &[usize],
         shapes: Vec<(Shape, DType)>,
@@ -192,13 +184,14 @@ impl Reducer {
         let mut reducer = Reducer {
             roads,
             parcels,
-            options,
+            wire: dtype(placed.facts.wire),
+            kept_type: dtype(placed.facts.kept),
+            placed,
             missing: buckets.iter().map(|bucket| bucket.params.len()).collect(),
             touched: vec![None; buckets.len()],
             buckets,
             seats,
             buffers: Vec::new(),
-            slots: Vec::new(),
             arrived: shapes.iter().map(|_| None).collect(),
             loans: vec![Loan::default(); shapes.len()],
             next: 0,
@@ -224,8 +217,12 @@ impl Reducer {
 
     /// Whether gradients stay as they come.
     fn stay(&self) -> bool {
-        let options = &self.options;
-        !options.accumulates && options.wire == options.kept && self.roads.iter().all(Road::is_short)
+        self.placed.kept == Kept::AsMade
+    }
+
+    /// The buffer that a bucket uses, where buckets have any.
+    fn slot(&self, bucket: usize) -> Option<usize> {
+        self.placed.slots.get(bucket).copied()
     }
 
     /// Takes a parameter's gradient. With `synchronize` off it only waits to be added to the next one.
@@ -264,10 +261,10 @@ impl Reducer {
         self.arrived[param] = Some(placed);
         // One held back by an earlier, unsynchronised micro-batch counts when its successor comes.
         self.missing[bucket] = self.missing[bucket].saturating_sub(1);
-        if self.options.keep_buffers && !self.options.overlap {
-            return Ok(());
+        match self.placed.departure {
+            Departure::AtTheEnd => Ok(()),
+            Departure::WhenFull | Departure::Beside => self.launch_full(),
         }
-        self.launch_full()
     }
 
     /// Sends the buckets off that are full, in their order.
@@ -326,19 +323,15 @@ impl Reducer {
             return Err(ZeroError::Request(why));
         }
         // The buffer may still be under way with an earlier bucket.
-        let slot = self.slots.get(index).copied();
-        while self
-            .in_flight
-            .iter()
-            .any(|other| self.slots.get(other.bucket).copied() == slot && slot.is_some())
-        {
+        let slot = self.slot(index);
+        while slot.is_some() && self.in_flight.iter().any(|other| self.slot(other.bucket) == slot) {
             let earliest = self.in_flight.remove(0);
             self.land(earliest)?;
         }
         if self.sums_up() {
             return match self.reduce_sum(index)? {
                 None => Ok(()),
-                Some(in_flight) if self.options.overlap => {
+                Some(in_flight) if self.placed.departure == Departure::Beside => {
                     self.in_flight.push(in_flight);
                     Ok(())
                 }
@@ -352,7 +345,7 @@ impl Reducer {
         let in_flight = self.reduce(index, !in_rows && self.travels(index))?;
         match in_flight {
             None => Ok(()),
-            Some(in_flight) if self.options.overlap && in_flight.work.is_some() => {
+            Some(in_flight) if self.placed.departure == Departure::Beside && in_flight.work.is_some() => {
                 self.in_flight.push(in_flight);
                 Ok(())
             }

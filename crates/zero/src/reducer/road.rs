@@ -6,11 +6,12 @@
 use ferrospeed_collective::exchange::{self, Pending};
 use ferrospeed_collective::hops::{self, Hops};
 use ferrospeed_comm::ReduceOp;
+use ferrospeed_placement::buckets::Bucket;
+use ferrospeed_placement::stage::Extent;
 use ferrospeed_tensor::backend::Unary;
 use ferrospeed_tensor::{Tensor, ops};
 
 use super::{InFlight, Reducer};
-use crate::buckets::Bucket;
 use crate::error::Result;
 use crate::memory::part;
 use crate::sharding::Sharding;
@@ -32,9 +33,9 @@ impl Road {
         if self.after.is_some() { ReduceOp::Sum } else { ReduceOp::Avg }
     }
 
-    /// Whether this rank's gradients are all there are, as they are.
-    pub(super) fn is_short(&self) -> bool {
-        self.sharding.ranks() == 1 && self.before == 1.0 && self.after.is_none_or(|after| after == 1.0)
+    /// Whether anything multiplies gradients beyond the plain average.
+    pub(crate) fn scales(&self) -> bool {
+        self.before != 1.0 || self.after.is_some_and(|after| after != 1.0)
     }
 }
 
@@ -73,7 +74,7 @@ impl Reducer {
             )?;
             scaled
         };
-        Ok(ops::cast(&gradient, self.options.wire)?)
+        Ok(ops::cast(&gradient, self.wire)?)
     }
 
     /// Starts the reduction of a bucket, where it is not reduced already.
@@ -83,7 +84,7 @@ impl Reducer {
         }
         let (bucket, buffer) = (&self.buckets[index], self.buffer(index)?);
         let mut own = part(&buffer, bucket.own_start, bucket.own_numel())?;
-        if travels && !self.options.whole {
+        if travels && self.placed.facts.owned == Extent::Part {
             own = self.place_of_first(bucket)?.unwrap_or(own);
         }
         let work = travels.then(|| self.exchange(index, &buffer, &own)).transpose()?;
@@ -95,7 +96,7 @@ impl Reducer {
         let (bucket, road) = (&self.buckets[index], self.road(index));
         let (levels, op) = (road.sharding.levels(), road.operation());
         Ok(match &road.hops {
-            _ if self.options.whole => exchange::all_reduce(levels, data, op)?,
+            _ if self.placed.facts.owned == Extent::Whole => exchange::all_reduce(levels, data, op)?,
             Some(hops) => hops::reduce_scatter(hops, &self.parcels[index], data, own, op)?,
             None => exchange::reduce_scatter(levels, data, own, &bucket.counts, op)?,
         })
@@ -104,7 +105,7 @@ impl Reducer {
     /// Where the first micro-batch's reduction of a bucket goes without a copy: where it is kept.
     pub(super) fn place_of_first(&self, bucket: &Bucket) -> Result<Option<Tensor>> {
         match (self.kept.get(bucket.group), &bucket.owned[..]) {
-            (Some(kept), [owned]) if self.micro_steps == 0 && self.options.wire == self.options.kept => {
+            (Some(kept), [owned]) if self.micro_steps == 0 && self.wire == self.kept_type => {
                 part(kept, owned.in_part, owned.len).map(Some)
             }
             _ => Ok(None),

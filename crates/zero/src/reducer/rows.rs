@@ -39,8 +39,7 @@ impl Reducer {
         if ids.len() * 2 > entries {
             return Ok(false);
         }
-        let mut shared =
-            Tensor::zeros_in([ids.len() * width], self.options.wire, &self.device, Category::Buffers)?;
+        let mut shared = Tensor::zeros_in([ids.len() * width], self.wire, &self.device, Category::Buffers)?;
         if let Some(rows) = &rows {
             let places: Vec<i64> =
                 rows.ids().iter().map(|id| ids.partition_point(|other| other < id) as i64).collect();

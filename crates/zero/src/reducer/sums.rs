@@ -4,26 +4,23 @@
 //! cost the traffic of one. Sums are kept by bucket. Where they have the type of the wire they are reduced in place, else
 //! through a buffer of that type; what comes back takes their place.
 
+use ferrospeed_placement::{Departure, Kept};
 use ferrospeed_tensor::backend::Unary;
 use ferrospeed_tensor::{Out, Tensor, ops};
 
-use super::{Arrived, InFlight, Reducer, Road, Segment};
-use crate::buckets::Kind;
+use super::{Arrived, InFlight, Reducer, Segment};
 use crate::error::{Result, ZeroError};
 use crate::memory::part;
 
 impl Reducer {
     /// Whether micro-batches are added up before they are reduced.
     pub(crate) fn sums_up(&self) -> bool {
-        let options = &self.options;
-        // Rows of tables are few, and others in every micro-batch.
-        let in_rows = || self.buckets.iter().any(|bucket| bucket.kind == Kind::Rows);
-        options.accumulates && options.keep_buffers && !options.each_micro_batch && !in_rows()
+        matches!(self.placed.kept, Kept::InSums { .. })
     }
 
     /// Whether sums are reduced where they are.
     pub(crate) fn sums_in_place(&self) -> bool {
-        self.options.wire == self.options.kept
+        self.placed.kept == Kept::InSums { in_place: true }
     }
 
     /// Begins a micro-batch, after which a step follows or does not.
@@ -42,7 +39,7 @@ impl Reducer {
 
     /// Whether what is here is everybody's average; else it is what this rank has added up so far.
     pub(crate) fn is_averaged(&self) -> bool {
-        !self.sums_up() || self.settled || self.roads.iter().all(Road::is_short)
+        !self.sums_up() || self.settled || self.placed.facts.alone
     }
 
     /// Adds a parameter's gradient to what earlier micro-batches brought.
@@ -74,7 +71,7 @@ impl Reducer {
         if counts {
             self.missing[bucket] = self.missing[bucket].saturating_sub(1);
         }
-        if self.is_last && self.options.overlap {
+        if self.is_last && self.placed.departure == Departure::Beside {
             self.launch_full()?;
         }
         Ok(())

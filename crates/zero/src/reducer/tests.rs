@@ -1,30 +1,46 @@
 //! What the reducer does on a rank of its own.
 
+use ferrospeed_config::{AutoValues, Config};
+use ferrospeed_placement::{DeviceKind, ParamFacts, Ranks, Request, Spread, UpdateRule, place};
+
 use super::*;
-use crate::buckets;
-use crate::partition::Layout;
 use crate::sharding::Sharding;
 
 /// A rank of its own with parameters of so many elements.
 fn reducer(numels: &[usize], accumulates: bool) -> Reducer {
-    let layout = Layout::flat(numels, 1, false);
-    let group: Vec<(usize, usize)> = numels.iter().copied().enumerate().collect();
-    let plan = buckets::plan(&[group], std::slice::from_ref(&layout), |_| Kind::Ordinary, &[0], &[100]);
-    let options = ReduceOptions {
-        whole: true,
-        keep_buffers: true,
-        overlap: false,
-        wire: DType::F32,
-        kept: DType::F32,
-        accumulates,
-        each_micro_batch: true,
-        leaves: false,
+    let json = serde_json::json!({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"reduce_bucket_size": 100}});
+    let config = Config::from_value("test", &json).unwrap();
+    let config = config.resolve(std::num::NonZeroU64::MIN, &AutoValues::new()).unwrap().0;
+    let facts = |(place, &numel)| ParamFacts {
+        numel,
+        dims: 1,
+        group: Some((0, place)),
+        spread: 0,
+        kind: Kind::Ordinary,
     };
+    let params: Vec<ParamFacts> = numels.iter().enumerate().map(facts).collect();
+    let placement = place(&Request {
+        zero: &config.zero,
+        params: &params,
+        states: &[0],
+        spreads: &[Spread::over(Ranks::alone())],
+        world: 1,
+        device: DeviceKind::Host,
+        values: DataType::Fp32,
+        wire: DataType::Fp32,
+        kept: DataType::Fp32,
+        accumulates,
+        reduces_each_micro_batch: true,
+        scales: &[false],
+        parts_differ: false,
+        rule: UpdateRule::EachElement,
+    });
     let shapes = numels.iter().map(|&numel| (Shape::from([numel]), DType::F32)).collect();
-    let numel = layout.part_numel;
+    let numel = placement.shares[0].layout.part_numel;
     let sharding = Sharding::over_world(&ferrospeed_comm::World::solo());
     let road = Road { sharding, before: 1.0, after: None, hops: None };
-    Reducer::new(vec![road], options, plan, &[numel], shapes, &ferrospeed_cpu::device()).unwrap()
+    let (gradients, buckets) = (placement.gradients, placement.buckets);
+    Reducer::new(vec![road], gradients, buckets, &[numel], shapes, &ferrospeed_cpu::device()).unwrap()
 }
 
 fn gradient(value: f32, numel: usize) -> Arrived {

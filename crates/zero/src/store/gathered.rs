@@ -1,20 +1,20 @@
 //! What stage 3 must know of parameters to bring them together before they are read.
 
 use ferrospeed_comm::World;
+use ferrospeed_placement::Home;
+use ferrospeed_placement::layout::Fragment;
 use ferrospeed_tensor::{Device, Param};
 
 use super::share::{is_packed, stays_whole};
 use super::{Share, StoreOptions};
 use crate::attached::State;
 use crate::error::{Result, ZeroError};
-use crate::homes::Home;
-use crate::partition::Fragment;
 use crate::residency::{Limits, Residency, Sharded};
 use crate::updates::Tile;
 
 /// What must be updated before each parameter is read, where updates may be queued.
 pub(super) fn awaited(state: &State, positions: &[(usize, usize)]) -> Vec<Vec<Tile>> {
-    if !state.shares.iter().any(|share| share.is_away) {
+    if !state.shares.iter().any(|share| share.placed.is_away()) {
         return Vec::new();
     }
     if let Some(residency) = &state.residency {
@@ -23,9 +23,13 @@ pub(super) fn awaited(state: &State, positions: &[(usize, usize)]) -> Vec<Vec<Ti
     // Whoever owns it: a tile is done when all ranks have it.
     let of_all = |&(group, in_group): &(usize, usize)| {
         let stretch = |f: &Fragment| Tile { share: group, range: f.in_part..f.in_part + f.len };
-        state.shares[group].layout.fragments[in_group].iter().map(stretch).collect()
+        state.shares[group].placed.layout.fragments[in_group].iter().map(stretch).collect()
     };
     positions.iter().map(of_all).collect()
+}
+
+fn is_locked(values: &ferrospeed_placement::Flat) -> bool {
+    values.runs.iter().any(|(_, home, _)| *home == Home::LockedHost)
 }
 
 pub(super) fn residency(
@@ -45,7 +49,7 @@ pub(super) fn residency(
     let mut filled = vec![0; shares.len()];
     let mut starts = vec![0; params.len()];
     for (share, filled) in shares.iter().zip(&mut filled) {
-        for &param in &share.params {
+        for &param in &share.placed.params {
             starts[param] = *filled;
             *filled += numels[param].div_ceil(share.sharding.shard.size());
         }
@@ -83,7 +87,7 @@ pub(super) fn residency(
         live: zero.max_live_parameters,
         reuse_distance: zero.max_reuse_distance,
         reads: options.homes.reads(),
-        beside: matches!(options.homes.values(), Some(Home::Locked(_))),
+        beside: shares.iter().any(|share| is_locked(&share.placed.values)),
     };
     let flats = shares.iter().map(|share| (share.sharding.shard.clone(), share.values.clone())).collect();
     let neighbours = options.sharding.neighbours(world, zero.hpz_partition_size)?;

@@ -3,6 +3,8 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
+use ferrospeed_config::Stage;
+use ferrospeed_placement::buckets::Kind;
 use ferrospeed_tensor::{Param, Unit};
 
 use super::{ParamGroup, StoreOptions};
@@ -86,6 +88,26 @@ pub(super) fn leaves(
     }
     leaves.extend(units.into_values());
     Ok(leaves)
+}
+
+/// Whether each parameter's gradient is wanted as rows, and how it travels.
+pub(super) fn kinds(
+    params: &[Param],
+    leaves: &[Vec<usize>],
+    options: &StoreOptions<'_>,
+) -> (Vec<bool>, Vec<Kind>) {
+    let sharding = &options.sharding;
+    let rows = options.sparse_gradients
+        && options.zero.stage == Stage::Off
+        && options.elsewhere.is_empty()
+        && sharding.replicas.is_none()
+        && sharding.ranks() > 1;
+    let in_rows: Vec<bool> =
+        params.iter().map(|param| rows && param.is_table() && param.shape().dims() == 2).collect();
+    let mut kinds = vec![Kind::Ordinary; params.len()];
+    leaves.iter().flatten().for_each(|&param| kinds[param] = Kind::Leaf);
+    in_rows.iter().zip(&mut kinds).filter(|(rows, _)| **rows).for_each(|(_, kind)| *kind = Kind::Rows);
+    (in_rows, kinds)
 }
 
 /// Every rank that holds a share of these must have the same parameters in the same order.

@@ -1,15 +1,16 @@
-//! What a store is told, and what the reducer is told of that.
+//! What a store must know, and that as what is asked of a placement.
 
 use ferrospeed_collective::hops::Hops;
 use ferrospeed_comm::Group;
-use ferrospeed_config::{Stage, Zero};
+use ferrospeed_config::{DataType, Zero};
 use ferrospeed_optim::{GroupOptions, Optimizer};
-use ferrospeed_tensor::{DType, Param};
+use ferrospeed_placement::buckets::Kind;
+use ferrospeed_placement::{DeviceKind, ParamFacts, Placement, Request, Spread, UpdateRule, place};
+use ferrospeed_tensor::{DType, Device, Param};
 
 use crate::homes::Homes;
-use crate::reducer::{ReduceOptions, Road};
+use crate::reducer::Road;
 use crate::sharding::{Elsewhere, Sharding};
-use crate::store::Share;
 
 /// Parameters that share optimizer options.
 #[derive(Debug, Clone)]
@@ -55,22 +56,6 @@ pub struct StoreOptions<'a> {
     pub homes: Homes,
 }
 
-/// `trained`: the shares whose gradients are reduced.
-pub(super) fn reduce_options(options: &StoreOptions<'_>, trained: &[&Share]) -> ReduceOptions {
-    let stage = options.zero.stage;
-    let is_moved = |share: &&Share| share.is_away && share.kept().is_empty();
-    ReduceOptions {
-        whole: stage == Stage::Off,
-        keep_buffers: stage <= Stage::OptimizerStates,
-        overlap: options.zero.overlap_comm,
-        wire: options.wire,
-        kept: options.kept,
-        accumulates: options.accumulates,
-        each_micro_batch: options.reduces_each_micro_batch,
-        leaves: options.homes.gradients_leave() && trained.iter().all(is_moved),
-    }
-}
-
 /// How the gradients of one way of being spread become their average.
 pub(super) fn road(options: &StoreOptions<'_>, sharding: &Sharding, hops: Option<Hops>) -> Road {
     let n = sharding.divisor as f64;
@@ -86,4 +71,73 @@ pub(super) fn road(options: &StoreOptions<'_>, sharding: &Sharding, hops: Option
         (1.0, None)
     };
     Road { sharding: sharding.clone(), before: before as f32, after: after.map(|after| after as f32), hops }
+}
+
+/// What is known of a model's parameters before they are placed: by parameter, its trained group and place there (the group
+/// after the last: nobody trains it), which way it is spread, and how its gradient travels.
+pub(super) struct Known<'a> {
+    pub(super) params: &'a [Param],
+    pub(super) places: &'a [(usize, usize)],
+    pub(super) spreads: &'a [usize],
+    pub(super) kinds: &'a [Kind],
+}
+
+/// Places a model's state.
+pub(super) fn placement(
+    options: &StoreOptions<'_>,
+    known: &Known<'_>,
+    groups: &[ParamGroup],
+    shardings: &[&Sharding],
+    device: &Device,
+    world: usize,
+) -> Placement {
+    let facts = |(index, param): (usize, &Param)| ParamFacts {
+        numel: param.numel(),
+        dims: param.shape().dims(),
+        group: Some(known.places[index]).filter(|(group, _)| *group < groups.len()),
+        spread: known.spreads[index],
+        kind: known.kinds[index],
+    };
+    let params: Vec<ParamFacts> = known.params.iter().enumerate().map(facts).collect();
+    let names = |group: &ParamGroup| {
+        options.optimizer.as_ref().map_or(0, |optimizer| optimizer.state_names(&group.options).len())
+    };
+    let states: Vec<usize> = groups.iter().map(names).collect();
+    let spreads: Vec<Spread> = shardings.iter().map(|sharding| sharding.spread()).collect();
+    let scales: Vec<bool> = shardings.iter().map(|sharding| road(options, sharding, None).scales()).collect();
+    place(&Request {
+        zero: options.zero,
+        params: &params,
+        states: &states,
+        spreads: &spreads,
+        world,
+        device: if device.backend().is_host() { DeviceKind::Host } else { DeviceKind::Beside },
+        values: data_type(options.dtype),
+        wire: data_type(options.wire),
+        kept: data_type(options.kept),
+        accumulates: options.accumulates,
+        reduces_each_micro_batch: options.reduces_each_micro_batch,
+        scales: &scales,
+        parts_differ: options.agreement.is_some(),
+        rule: rule(options.optimizer.as_ref()),
+    })
+}
+
+fn rule(optimizer: Option<&Optimizer>) -> UpdateRule {
+    match optimizer {
+        None => UpdateRule::None,
+        Some(Optimizer::Lamb(_)) => UpdateRule::EachTensor,
+        Some(Optimizer::OneBit(_)) => UpdateRule::Momentum,
+        Some(optimizer) if optimizer.is_of_the_host() => UpdateRule::EachElementOnHost,
+        Some(_) => UpdateRule::EachElement,
+    }
+}
+
+/// A type of floating-point numbers as configurations have it.
+pub(crate) fn data_type(dtype: DType) -> DataType {
+    match dtype {
+        DType::BF16 => DataType::Bf16,
+        DType::F16 => DataType::Fp16,
+        _ => DataType::Fp32,
+    }
 }

@@ -1,7 +1,7 @@
 //! Who owns what, as DeepSpeed recorded it. Element `j` of parameter `i` holds `1000·(i+1) + j`.
 
+use ferrospeed_placement::layout::{Layout, persistent};
 use ferrospeed_testkit::golden::{golden, read_json};
-use ferrospeed_zero::partition::{Layout, persistent};
 use serde_json::Value;
 
 fn numbers(value: &Value) -> Vec<usize> {

@@ -2,3 +2,7 @@
 
 mod golden_partition;
 mod one_bit_backends;
+mod placed_bytes;
+// An executable of its own would link all of this once more.
+#[path = "../../../placement/tests/it/main.rs"]
+mod placement;

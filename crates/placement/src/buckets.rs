@@ -5,7 +5,9 @@
 //! is about the order in which backward produces gradients. Inside a bucket elements lie by owner, so that one
 //! reduce-scatter brings every rank its own.
 
-use crate::partition::Layout;
+use crate::facts::Request;
+use crate::layout::Layout;
+use crate::share::Share;
 
 /// A run of elements of one parameter and its place in the bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -117,6 +119,26 @@ impl Bucket {
     }
 }
 
+/// The buckets of what is trained.
+pub(crate) fn of_shares(request: &Request<'_>, trained: &[&Share]) -> Vec<Bucket> {
+    let numel = |param: &usize| request.params[*param].numel;
+    let grouped: Vec<Vec<(usize, usize)>> = trained
+        .iter()
+        .map(|share| share.params.iter().map(|param| (*param, numel(param))).collect())
+        .collect();
+    let layouts: Vec<Layout> = trained.iter().map(|share| share.layout.clone()).collect();
+    let owners: Vec<usize> = trained.iter().map(|share| share.own).collect();
+    // Ranks that share one way of being spread cut it into the same buckets, whatever else each of them holds.
+    let whole = |share: &Share| share.params.iter().map(numel).sum::<usize>() as u64;
+    let common: u64 = trained.iter().filter(|share| share.spread == 0).map(|share| whole(share)).sum();
+    let limit = |share: &&Share| match share.spread {
+        0 => request.zero.bucket_numel(common),
+        _ => request.zero.bucket_numel(whole(share)),
+    };
+    let limits: Vec<u64> = trained.iter().map(limit).collect();
+    plan(&grouped, &layouts, |param| request.params[param].kind, &owners, &limits)
+}
+
 /// Cuts group `g` into buckets of at most `limits[g]` elements; a larger parameter travels alone.
 ///
 /// `groups[g]` lists (index among all parameters, elements) in the order of `layouts[g]`'s indices; `kind` says how each
@@ -163,58 +185,4 @@ pub fn plan(
         (bucket.kind == Kind::Leaf, std::cmp::Reverse(bucket.params.iter().copied().min()))
     });
     buckets
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_element_travels_once_and_every_owned_one_comes_home() {
-        let numels = [15, 5, 14, 1, 0, 9];
-        for ranks in 1..5 {
-            for layout in [
-                Layout::flat(&numels, ranks, false),
-                Layout::flat(&numels, ranks, true),
-                Layout::per_parameter(&numels, ranks),
-            ] {
-                for limit in [1, 16, 1000] {
-                    let group: Vec<(usize, usize)> = numels.iter().copied().enumerate().collect();
-                    let mut owned_in_all = 0;
-                    for rank in 0..ranks {
-                        let buckets = plan(
-                            std::slice::from_ref(&group),
-                            std::slice::from_ref(&layout),
-                            |param| if param == 2 { Kind::Leaf } else { Kind::Ordinary },
-                            &[rank],
-                            &[limit],
-                        );
-                        let places = buckets.iter().flat_map(|b| b.places.iter().flatten());
-                        let travelled: usize = places.map(|place| place.len).sum();
-                        assert_eq!(
-                            buckets.last().map(|b| (b.kind, &b.params[..])),
-                            Some((Kind::Leaf, &[2][..]))
-                        );
-                        assert_eq!(travelled, numels.iter().sum::<usize>());
-                        for bucket in &buckets {
-                            assert_eq!(bucket.own_numel(), bucket.counts[rank]);
-                            for (seat, places) in bucket.places.iter().enumerate() {
-                                let follows =
-                                    |pair: &[Place]| pair[0].in_bucket + pair[0].len == pair[1].in_bucket;
-                                let first = places.first().filter(|_| places.windows(2).all(follows));
-                                assert_eq!(bucket.whole_place(seat), first.map(|place| place.in_bucket));
-                            }
-                            for (&param, places) in bucket.params.iter().zip(&bucket.places) {
-                                let Some(fragment) = layout.fragment(param, rank) else { continue };
-                                let own = places.iter().find(|place| place.in_param == fragment.in_param);
-                                assert_eq!(bucket.in_part(own.unwrap().in_bucket), fragment.in_part);
-                            }
-                            owned_in_all += bucket.own_numel();
-                        }
-                    }
-                    assert_eq!(owned_in_all, numels.iter().sum::<usize>());
-                }
-            }
-        }
-    }
 }

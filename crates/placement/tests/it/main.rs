@@ -1,0 +1,4 @@
+//! What `placement` promises, a module per topic: a new test goes into the file of its topic, a new topic gets a line here.
+
+mod buckets;
+mod programs;
