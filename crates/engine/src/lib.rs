@@ -46,6 +46,7 @@ mod monitors;
 mod overrides;
 mod parts;
 mod pipeline;
+mod placed;
 mod profiler;
 mod reports;
 mod setup;
@@ -68,5 +69,6 @@ pub use model_profile::{ModelProfile, ReportOptions};
 pub use pipeline::{
     Passed, StageFailure, StageTimes, divide, divides_by_measure, initialize_pipeline, measure_layers,
 };
+pub use placed::{PlacedOn, placement};
 pub use setup::{Options, Setup, initialize, initialize_model, initialize_with};
 pub use timers::StepTimes;

@@ -144,7 +144,11 @@ pub(crate) fn by_decay(parameters: &Parameters, spares_vectors: bool) -> Vec<Vec
 }
 
 /// Those groups with their options: the second does not decay.
-fn groups_of(parameters: &Parameters, options: GroupOptions, spares_vectors: bool) -> Vec<ParamGroup> {
+pub(crate) fn groups_of(
+    parameters: &Parameters,
+    options: GroupOptions,
+    spares_vectors: bool,
+) -> Vec<ParamGroup> {
     let undecayed = GroupOptions { weight_decay: 0.0, ..options };
     let groups = by_decay(parameters, spares_vectors).into_iter().zip([options, undecayed]);
     groups.map(|(params, options)| ParamGroup { params, options }).collect()
@@ -309,7 +313,7 @@ pub(crate) fn configured_optimizer(config: &Config) -> Result<Option<(Optimizer,
     })
 }
 
-fn element_type(data_type: DataType) -> DType {
+pub(crate) fn element_type(data_type: DataType) -> DType {
     match data_type {
         DataType::Fp32 => DType::F32,
         DataType::Fp16 => DType::F16,

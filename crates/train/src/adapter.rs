@@ -11,6 +11,7 @@ use ferrospeed_models::decoder::Spread;
 use ferrospeed_models::directory::encode;
 use ferrospeed_models::weights::TensorToWrite;
 use ferrospeed_models::{Decoder, DecoderConfig, ModelConfig, ModelError, WindowRule};
+use ferrospeed_nn::Parameters;
 use ferrospeed_nn::adapter::{Adapters, part_of};
 use ferrospeed_tensor::Param;
 use ferrospeed_tensor::ops::WeightLayout;
@@ -70,35 +71,38 @@ impl Asked {
     }
 }
 
+/// The handles of what a recipe trains, and of what it freezes, without values.
+pub fn parameters(recipe: &Recipe, model: &Value) -> Option<Parameters> {
+    let config = match ModelConfig::from_value(model, WindowRule::default()).ok()? {
+        ModelConfig::Decoder(config) => config,
+        other @ ModelConfig::Bert(_) => return Some(other.parameters()),
+    };
+    let decoder = match Asked::of(recipe).ok()? {
+        Some(asked) => asked.build(*config, &Spread::default()).ok()?,
+        None => Decoder::new(*config),
+    };
+    recipe.model.frozen.iter().for_each(|pattern| {
+        decoder.parameters().freeze(pattern);
+    });
+    Some(decoder.parameters().clone())
+}
+
 /// How many parameters of a recipe's model are not trained, and how many its adapters have, by its `config.json`; nothing of what
 /// cannot be read, which is told elsewhere.
 pub fn frozen_and_adapters(recipe: &Recipe, model: &Value) -> (u64, u64) {
-    let count = || {
-        let ModelConfig::Decoder(config) = ModelConfig::from_value(model, WindowRule::default()).ok()? else {
-            return None;
-        };
-        let decoder = match Asked::of(recipe).ok()? {
-            Some(asked) => asked.build(*config, &Spread::default()).ok()?,
-            None => Decoder::new(*config),
-        };
-        recipe.model.frozen.iter().for_each(|pattern| {
-            decoder.parameters().freeze(pattern);
-        });
-        let mut counts = (0, 0);
-        for param in decoder.parameters().as_slice() {
-            let numel = param.numel() as u64;
-            match part_of(param.name()) {
-                Some(_) => counts.1 += numel,
-                None if !param.is_trainable() => counts.0 += numel,
-                None => {}
-            }
-        }
-        Some(counts)
-    };
+    let mut counts = (0, 0);
     if recipe.adapter.is_none() && recipe.model.frozen.is_empty() {
-        return (0, 0);
+        return counts;
     }
-    count().unwrap_or((0, 0))
+    for param in parameters(recipe, model).iter().flat_map(Parameters::as_slice) {
+        let numel = param.numel() as u64;
+        match part_of(param.name()) {
+            Some(_) => counts.1 += numel,
+            None if !param.is_trainable() => counts.0 += numel,
+            None => {}
+        }
+    }
+    counts
 }
 
 /// Writes what a run with adapters has trained, as PEFT reads it: both files or neither. `base` is the directory of the model.

@@ -31,7 +31,7 @@ mod routing;
 mod run;
 mod told;
 
-pub use adapter::frozen_and_adapters;
+pub use adapter::{frozen_and_adapters, parameters};
 pub use analysis::{analyze, recipe_of_files};
 pub use checkpoint::{Ending, Resumed, StopRequests};
 pub use error::{Result, TrainError};

@@ -44,7 +44,7 @@ pub use residency::Pass;
 pub use sharding::{Elsewhere, Sharding};
 pub use snapshot::{Held, Saved, SavedPiece};
 pub use step::{StepOptions, StepOutcome};
-pub use store::{ParamGroup, StoreOptions, ZeroStore};
+pub use store::{ParamGroup, StoreOptions, ZeroStore, data_type, update_rule};
 
 #[cfg(test)]
 extern crate self as ferrospeed_zero;

@@ -12,8 +12,7 @@ mod members;
 mod options;
 mod share;
 
-pub(crate) use options::data_type;
-pub use options::{ParamGroup, StoreOptions};
+pub use options::{ParamGroup, StoreOptions, data_type, update_rule};
 pub(crate) use share::Share;
 
 use std::collections::HashMap;

@@ -6,6 +6,7 @@ use clap::Args;
 use ferrospeed_command::Failure;
 use ferrospeed_models::config::config_file;
 use ferrospeed_models::{DecoderConfig, ModelConfig, ModelError, WindowRule};
+use ferrospeed_nn::Parameters;
 use ferrospeed_tune::estimate::ModelSize;
 use ferrospeed_tune::model::{Model, from_hugging_face};
 use serde_json::Value;
@@ -45,6 +46,12 @@ impl ModelArgs {
 
     pub(super) fn read(&self) -> Result<Model, Failure> {
         Ok(self.read_all()?.0)
+    }
+
+    /// The handles of its parameters, without values; `None` where only counts are given, or nothing here trains it.
+    pub(super) fn parameters(&self) -> Option<Parameters> {
+        let (_, config) = read_config(self.model.as_deref()?).ok()?;
+        Some(ModelConfig::from_value(&config, WindowRule::default()).ok()?.parameters())
     }
 
     /// The model, and what trains it, where that is known here.

@@ -8,8 +8,10 @@ use clap::Args;
 use ferrospeed_command::Failure;
 use ferrospeed_command::terminal::{self, Colour, Paint};
 use ferrospeed_config::Config;
+use ferrospeed_engine::{PlacedOn, placement};
 use ferrospeed_launch::probe;
 use ferrospeed_pipeline::division::Division;
+use ferrospeed_placement::DeviceKind;
 use ferrospeed_tune::crossing::{Crossings, Hosts, crossings};
 use ferrospeed_tune::model::{Model, Transformer};
 use ferrospeed_tune::plan::{Capacity, Plan, Processor, Request, Shortfall, human, plan};
@@ -19,7 +21,7 @@ use serde_json::{Value, json};
 use super::config::InputArgs;
 use super::model::ModelArgs;
 use super::offload_folders::{check_offload_folders, free_bytes, offload_folders};
-use super::plan_asked::Asked;
+use super::plan_asked::{Asked, Shared};
 use super::plan_search;
 use super::rates::RateArgs;
 
@@ -80,6 +82,12 @@ pub(crate) struct PlanArgs {
     /// recomputation, offload) that fit, by a model of costs
     #[arg(long)]
     search: bool,
+    /// Print where every run of bytes of a rank's model state is, who owns it, and what a step does to it, in order
+    #[arg(long, conflicts_with_all = ["search", "json"])]
+    placement: bool,
+    /// The rank that --placement is about
+    #[arg(long, value_name = "RANK", default_value_t = 0, requires = "placement")]
+    rank: usize,
     #[command(flatten, next_help_heading = "Rates for --search")]
     pub(super) rates: RateArgs,
     /// Print JSON
@@ -110,9 +118,23 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     if args.rates.is_given() {
         return Err(Failure::Usage("rates are for --search".to_owned()));
     }
-    let Asked { model, config, data_ranks, stages, sliced, shared, sequence_length, recomputes, mlp_chunk } =
-        Asked::read(args)?;
-    check_offload_folders(&config)?;
+    let asked = Asked::read(args)?;
+    check_offload_folders(&asked.config)?;
+    if args.placement {
+        return print_placement(args, &asked);
+    }
+    let Asked {
+        model,
+        config,
+        data_ranks,
+        stages,
+        sliced,
+        shared,
+        sequence_length,
+        recomputes,
+        mlp_chunk,
+        ..
+    } = asked;
     let zero_ranks = data_ranks.get().saturating_mul(shared.sequence);
     let division = staged(&model, &config, stages, sequence_length)?;
     if let (Model::Transformer(whole), true) = (&model, recomputes)
@@ -158,6 +180,32 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     };
     terminal::print_output(&text)?;
     Ok(if shortfalls.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Prints the placement of one rank.
+fn print_placement(args: &PlanArgs, asked: &Asked) -> Result<ExitCode, Failure> {
+    let Shared { experts, sequence } = asked.shared;
+    if asked.sliced > 1 || asked.stages.get() > 1 || experts > 1 || sequence > 1 {
+        let why = "--placement shows ranks that all hold the whole model: leave out --tp, --pp, --ep and --sp, and the keys that ask for them";
+        return Err(Failure::Usage(why.to_owned()));
+    }
+    let Some(parameters) = &asked.parameters else {
+        let why =
+            "--placement needs the shapes of a model that is trained here: give --model PATH, or a recipe";
+        return Err(Failure::Usage(why.to_owned()));
+    };
+    let ranks = usize::try_from(asked.data_ranks.get()).unwrap_or(usize::MAX);
+    let capacity = capacity(args, &asked.config, asked.data_ranks.get())?;
+    let on = PlacedOn {
+        ranks,
+        rank: args.rank,
+        on_one_host: capacity.ranks_per_host >= asked.data_ranks.get(),
+        device: if capacity.device_bytes.is_some() { DeviceKind::Beside } else { DeviceKind::Host },
+    };
+    let placed = placement(&asked.config, parameters, asked.spares_vectors, &on);
+    let placed = placed.map_err(|error| Failure::Usage(error.to_string()))?;
+    terminal::print_output(&placed.to_string())?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// What slices and experts make ranks send each other, beside ZeRO.

@@ -8,6 +8,7 @@ use ferrospeed_command::terminal::print_note;
 use ferrospeed_config::{AutoValues, Config, PipelineStages};
 use ferrospeed_engine::refusals;
 use ferrospeed_models::{DecoderConfig, ModelError};
+use ferrospeed_nn::Parameters;
 use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_train::{Recipe, TrainError, frozen_and_adapters};
 use ferrospeed_tune::model::{Model, from_hugging_face};
@@ -32,6 +33,10 @@ pub(super) struct Asked {
     pub(super) sequence_length: u64,
     pub(super) recomputes: bool,
     pub(super) mlp_chunk: Option<u64>,
+    /// The handles of the model's parameters, where it is known.
+    pub(super) parameters: Option<Parameters>,
+    /// Whether weight decay leaves biases and norms alone.
+    pub(super) spares_vectors: bool,
 }
 
 /// How many ranks share what.
@@ -81,6 +86,8 @@ impl Asked {
             sequence_length: args.sequence_length.map_or(longest, NonZeroU64::get),
             recomputes: args.checkpoint_activations,
             mlp_chunk: None,
+            parameters: args.model.parameters(),
+            spares_vectors: false,
             model,
             config,
         })
@@ -105,6 +112,7 @@ impl Asked {
         recipe.ranks = u32::try_from(ranks).map_err(|_| {
             Failure::Usage(format!("{ranks} ranks are too many (--world_size, --tp, --pp, --sp)"))
         })?;
+        let mut parameters = args.model.parameters();
         let model = match args.model.is_given() {
             true => {
                 let (model, decoder) = args.model.read_all()?;
@@ -121,6 +129,7 @@ impl Asked {
                 let shape = from_hugging_face(&config)
                     .map_err(|error| Failure::Usage(format!("{}: {error}", path.display())))?;
                 let (frozen, adapters) = frozen_and_adapters(&recipe, &config);
+                parameters = ferrospeed_train::parameters(&recipe, &config);
                 Model::Transformer(shape.with_adapters(frozen, adapters))
             }
         };
@@ -142,6 +151,8 @@ impl Asked {
             sequence_length: args.sequence_length.map_or(recipe.data.sequence, NonZeroU64::get),
             recomputes: args.checkpoint_activations || recipe.model.activation_checkpointing,
             mlp_chunk: recipe.model.mlp_chunk,
+            parameters,
+            spares_vectors: recipe.spares_vectors(),
         })
     }
 }

@@ -223,6 +223,42 @@ fn bytes_of(plan: &serde_json::Value, purpose: &str) -> u64 {
 }
 
 #[test]
+fn a_placement_names_tiles_and_what_a_step_does_and_refuses_what_it_cannot_show() {
+    let (folder, config) = config_file(
+        "{\"train_micro_batch_size_per_gpu\": 2, \"bf16\": {\"enabled\": true}, \"optimizer\": {\"type\": \"Adam\"}, \"zero_optimization\": {\"stage\": 2}}",
+    );
+    let model = "{\"model_type\": \"gpt2\", \"n_embd\": 64, \"n_layer\": 2, \"n_head\": 4, \"vocab_size\": 256, \"n_positions\": 128}";
+    std::fs::write(folder.path().join("config.json"), model).unwrap();
+    let model = folder.path().to_str().unwrap().to_owned();
+    let words = ["plan", &config, "--model", &model, "-w", "4", "--placement", "--rank", "3"];
+    let output = ferrospeed(&words);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    // 124,736 parameters, in parts of a quarter.
+    for line in [
+        "share 0: group 0, 28 parameters; part 3 of 4, 31184 elements",
+        "values    bf16        124736 elements          249472 bytes  device, once for all ranks of a host",
+        "master    fp32         31184 elements          124736 bytes  device",
+        "collect: reduced gradients are added to this rank's part",
+        "publish: owners send new values to all",
+    ] {
+        assert!(text.contains(line), "{line}\n{text}");
+    }
+    for (more, expected) in [
+        (&["--tp", "2"][..], "leave out --tp"),
+        (&["--rank", "4"], "counted from 0"),
+        (&["--json"], "cannot be used with"),
+    ] {
+        let words: Vec<&str> = words[..7].iter().chain(more).copied().collect();
+        let output = ferrospeed(&words);
+        assert_eq!(output.status.code(), Some(2), "{more:?}");
+        assert!(stderr(&output).contains(expected), "{more:?}: {}", stderr(&output));
+    }
+    let output = ferrospeed(&["plan", &config, "--params", "1e6", "--placement"]);
+    assert!(stderr(&output).contains("shapes of a model"), "{}", stderr(&output));
+}
+
+#[test]
 fn a_plan_of_a_recipe_is_that_of_its_model_ranks_and_mesh() {
     let recipe = r#"
         name = "planned"

@@ -6,11 +6,14 @@ use super::common::{config, on_ranks};
 use ferrospeed_comm::layout::ExpertOrder;
 use ferrospeed_comm::topology::{DATA, MODEL, PIPE};
 use ferrospeed_comm::{Mesh, ProcessTopology, SEQUENCE, World};
-use ferrospeed_engine::{EngineError, Options, Setup, initialize_model, initialize_pipeline};
+use ferrospeed_engine::{
+    EngineError, Options, PlacedOn, Setup, initialize_model, initialize_pipeline, placement,
+};
 use ferrospeed_models::decoder::Spread;
 use ferrospeed_models::{Decoder, ModelConfig, Tokens, WindowRule};
 use ferrospeed_nn::tensor_parallel::{Between, Slices};
 use ferrospeed_nn::{Mode, SequenceMethod, SequenceParallel};
+use ferrospeed_placement::DeviceKind;
 use ferrospeed_tensor::{Category, Tensor};
 use ferrospeed_tune::model::{Model, from_hugging_face};
 use ferrospeed_tune::plan::{Operands, Plan, Processor, Purpose, Request, Tier, plan};
@@ -359,4 +362,35 @@ fn measured_peaks_of_stages_are_within_five_percent_of_the_plan() {
         Case { pipe: 2, ..Case::new(gpt2(4, 128, 1000, 64), 64, config, 1) }
     }));
     assert_all_planned(&cases);
+}
+
+#[test]
+fn what_is_placed_before_a_run_is_what_the_run_holds() {
+    let zero = |more: Value| configuration(more["stage"].as_u64().unwrap() as u8, "bf16", 1, &more);
+    for (config_of, model) in [
+        (configuration(0, "fp32", 1, &json!({})), gpt2(2, 64, 96, 32)),
+        (configuration(1, "bf16", 2, &json!({"overlap_comm": true})), gpt2(2, 64, 96, 32)),
+        (configuration(2, "fp32", 2, &json!({"reduce_bucket_size": 4000})), llama(2, 64, 96, 32)),
+        (zero(json!({"stage": 2, "reduce_each_micro_batch": true})), mixtral(2, 64, 96, 32)),
+        (zero(json!({"stage": 3, "stage3_param_persistence_threshold": 100})), mixtral(2, 64, 96, 32)),
+        (zero(json!({"stage": 3, "mics_shard_size": 2})), llama(2, 64, 96, 32)),
+    ] {
+        for ranks in [1, 2, 4] {
+            if ranks == 1 && config_of["zero_optimization"]["mics_shard_size"] == 2 {
+                continue;
+            }
+            let (config_of, model) = (config_of.clone(), model.clone());
+            on_ranks(ranks, move |world| {
+                let parsed = ModelConfig::from_value(&model, WindowRule::default()).unwrap();
+                let (config, parameters) = (config(&config_of, ranks), parsed.parameters());
+                let on = PlacedOn { ranks, rank: world.rank(), on_one_host: true, device: DeviceKind::Host };
+                let placed = placement(&config, &parameters, false, &on).unwrap();
+                let setup = Setup::new(config, world, ferrospeed_cpu::with_threads(1));
+                let engine = initialize_model(&setup, &parameters, Options::default()).unwrap();
+                let held = engine.store().placement();
+                assert_eq!(placed.to_string(), held.to_string(), "{ranks} ranks, {config_of}");
+                assert_eq!(placed.buckets, held.buckets, "{ranks} ranks, {config_of}");
+            });
+        }
+    }
 }

@@ -119,11 +119,12 @@ pub(super) fn placement(
         reduces_each_micro_batch: options.reduces_each_micro_batch,
         scales: &scales,
         parts_differ: options.agreement.is_some(),
-        rule: rule(options.optimizer.as_ref()),
+        rule: update_rule(options.optimizer.as_ref()),
     })
 }
 
-fn rule(optimizer: Option<&Optimizer>) -> UpdateRule {
+/// How an optimizer's weights follow from gradients.
+pub fn update_rule(optimizer: Option<&Optimizer>) -> UpdateRule {
     match optimizer {
         None => UpdateRule::None,
         Some(Optimizer::Lamb(_)) => UpdateRule::EachTensor,
@@ -134,7 +135,7 @@ fn rule(optimizer: Option<&Optimizer>) -> UpdateRule {
 }
 
 /// A type of floating-point numbers as configurations have it.
-pub(crate) fn data_type(dtype: DType) -> DataType {
+pub fn data_type(dtype: DType) -> DataType {
     match dtype {
         DType::BF16 => DataType::Bf16,
         DType::F16 => DataType::Fp16,
