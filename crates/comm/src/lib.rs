@@ -44,6 +44,7 @@ pub mod recorder;
 pub mod reduce;
 mod region;
 pub mod rendezvous;
+mod said;
 mod sealed;
 mod segment;
 mod state;
@@ -61,11 +62,9 @@ pub use lane::{Work, wait_all};
 pub use mesh::{ExpertMembership, Mesh, SEQUENCE};
 pub use op::Kind;
 pub use region::Region;
+pub use rendezvous::init_distributed;
 pub use rendezvous::{Backend, ConnectOptions, leave_meetings};
+pub use said::{ASKED_FOR, print_what_was_asked_for, tell};
 pub use segment::Registered;
 pub use topology::ProcessTopology;
 pub use world::{DEFAULT_DEADLINE, DEFAULT_STAGING_BYTES, Limits, World};
-
-/// The target of log lines that a configuration asked for by name: programs that hide what is merely interesting still
-/// show these.
-pub const ASKED_FOR: &str = "ferrospeed::asked_for";

@@ -224,7 +224,7 @@ impl CommLog {
         }
         drop(counts);
         if let Some(line) = line {
-            tracing::info!(target: crate::ASKED_FOR, "{line}");
+            crate::tell(&line);
         }
     }
 

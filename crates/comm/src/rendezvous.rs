@@ -40,6 +40,14 @@ pub(crate) const SILENCE_LIMIT: Duration = Duration::from_millis(3500);
 /// Keys of the store under which the hub itself answers: what a rank did last.
 const LAST_OPERATION_KEY: &str = "last-operation/";
 
+/// This process's ranks: those of the launcher that started it, or itself alone where none did.
+pub fn init_distributed() -> Result<World> {
+    match ConnectOptions::discover()? {
+        Some(options) => World::connect(options),
+        None => World::try_solo(),
+    }
+}
+
 impl World {
     /// Joins a job of processes, and returns when all ranks are there.
     ///

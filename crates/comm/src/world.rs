@@ -120,6 +120,30 @@ impl World {
             .unwrap_or_else(|error| panic!("a job of {size} threads: {error}"))
     }
 
+    /// Runs `work` on every rank of such a job, and gives what each made of it, in order of rank: a program tries so what it does
+    /// on several ranks, without a launcher.
+    ///
+    /// ```
+    /// use ferrospeed_comm::{ReduceOp, World};
+    ///
+    /// let sums = World::on_threads(3, |world| {
+    ///     let mut sum = [world.rank() as i64];
+    ///     world.group().all_reduce(&mut sum, ReduceOp::Sum).map(|()| sum[0])
+    /// });
+    /// assert!(sums.into_iter().all(|sum| sum.is_ok_and(|sum| sum == 3)));
+    /// ```
+    ///
+    /// # Panics
+    /// As [`World::threads`], and when `work` does.
+    pub fn on_threads<R: Send>(size: usize, work: impl Fn(World) -> R + Sync) -> Vec<R> {
+        std::thread::scope(|scope| {
+            let (worlds, work) = (World::threads(size).into_iter(), &work);
+            let threads: Vec<_> = worlds.map(|world| scope.spawn(move || work(world))).collect();
+            let ended = threads.into_iter().map(std::thread::ScopedJoinHandle::join);
+            ended.map(|ended| ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        })
+    }
+
     /// As [`World::threads`], with other limits.
     pub fn threads_within(size: usize, limits: &Limits) -> Result<Vec<World>> {
         World::threads_on(&[size], limits)

@@ -30,6 +30,57 @@ pub fn render() -> String {
     text
 }
 
+/// The keys that are accepted and change nothing, with the reason: the table of `docs/differences.md`.
+pub fn without_effect() -> String {
+    let mut rows = Vec::new();
+    idle(&mut rows, ROOT, "", None);
+    let mut text = "| key | why, and what to do instead |\n| --- | --- |\n".to_owned();
+    for Idle { path, why, variants } in rows {
+        let of = if variants.is_empty() { String::new() } else { format!(" of {}", variants.join(", ")) };
+        let _ = writeln!(text, "| `{path}`{of} | {why} |");
+    }
+    text
+}
+
+/// A key that changes nothing.
+struct Idle {
+    path: String,
+    why: String,
+    /// Of which types of its section, where that has some.
+    variants: Vec<&'static str>,
+}
+
+/// Those at and below some keys, which are of a variant or of all.
+fn idle(rows: &mut Vec<Idle>, keys: &[Key], above: &str, variant: Option<&'static str>) {
+    for key in keys.iter().filter(|key| key.deprecated.is_none()) {
+        let path = format!("{above}{}", key.name);
+        let why = match key.status {
+            Status::Implemented => None,
+            Status::Inert(why) => Some(why.to_owned()),
+            Status::NotYet => Some("not acted on yet, and a warning says so".to_owned()),
+        };
+        if let Some(why) = why {
+            match rows.iter_mut().find(|row| row.path == path && row.why == why) {
+                Some(row) => row.variants.extend(variant),
+                None => rows.push(Idle { path, why, variants: variant.into_iter().collect() }),
+            }
+            continue;
+        }
+        if let Some((keys, _)) = key.children() {
+            idle(rows, keys, &format!("{path}."), variant);
+        }
+        match key.kind {
+            Kind::Variants { variants, .. } => {
+                for variant in variants {
+                    idle(rows, variant.keys.unwrap_or_default(), &format!("{path}."), Some(variant.tag));
+                }
+            }
+            Kind::Named(Kind::Section(keys, _)) => idle(rows, keys, &format!("{path}.<name>."), variant),
+            _ => {}
+        }
+    }
+}
+
 /// The sections at and below a key, each under a heading of its own.
 fn sections(text: &mut String, key: &Key, path: &str) {
     if key.deprecated.is_some() {

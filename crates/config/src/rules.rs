@@ -135,7 +135,7 @@ impl Rules<'_> {
             let why = format!("{name} needs adaptive loss scaling");
             self.unsupported("fp16.loss_scale", why, "write \"loss_scale\": 0");
         }
-        if self.flag("optimizer.params.amsgrad") && ONE_BIT.contains(&name.as_str()) {
+        if self.flag("optimizer.params.amsgrad") && (name == "Lamb" || ONE_BIT.contains(&name.as_str())) {
             self.unsupported("optimizer.params.amsgrad", "AMSGrad is not supported", "remove it");
         }
         for [least, most] in [["min_coeff", "max_coeff"], ["factor_min", "factor_max"]] {

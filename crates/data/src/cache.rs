@@ -23,7 +23,7 @@ use crate::error::{DataError, Result};
 use crate::new_file::{New, Summed};
 use crate::sampler::mix;
 use crate::samples::{Counted, Mark};
-use crate::stamp::{FileStamp, stamps};
+use crate::stamp::{FileStamp, stamps, stamps_within};
 use crate::token_file::{TokenFile, TokenType, read_at};
 
 /// Text is handed to the tokenizer in batches of about this size.
@@ -73,6 +73,9 @@ struct Manifest {
     /// What became of samples, where it is made of those.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     counted: Option<Counted>,
+    /// Of files that are too large to be read whole every time: as they were when they had been written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    stamps: Option<Vec<FileStamp>>,
 }
 
 impl Recipe {
@@ -158,7 +161,8 @@ fn wait_for(lock: &File, total_bytes: u64, tell: Tell<'_>) -> Result<()> {
     }
 }
 
-/// Tokens and ends of so many bytes are compared with their checksum whenever they are opened.
+/// Files of so many bytes together are compared with their checksum whenever they are opened. Of more, so many bytes are read,
+/// spread evenly; where those or the time of a file are others than they were, the checksum of all decides.
 const CHECKED_BYTES: u64 = 1 << 30;
 /// A manifest names the files it was made from.
 const MAX_MANIFEST_BYTES: u64 = 64 << 20;
@@ -176,7 +180,7 @@ fn open(tokens: &Path, manifest: &Path, recipe: &Recipe) -> Result<Option<Cached
     let [ends, mask_path] = ["ends", "mask"].map(|extension| tokens.with_extension(extension));
     let masks = found.counted.map(|_| &*mask_path);
     let all: Vec<&Path> = [tokens, &ends].into_iter().chain(masks).collect();
-    if bytes <= CHECKED_BYTES && checksum(&all).ok() != Some(found.checksum) {
+    if !is_what_was_written(&found, &all, CHECKED_BYTES) {
         return Ok(None);
     }
     let mask = match masks.map(ferrospeed_files::open) {
@@ -187,6 +191,28 @@ fn open(tokens: &Path, manifest: &Path, recipe: &Recipe) -> Result<Option<Cached
     let Some(ends) = Ends::open(&ends, found.documents)? else { return Ok(None) };
     let file = TokenFile::open(tokens, found.token_type)?;
     Ok(Some(CachedTokens { file, ends, mask, counted: found.counted, vocabulary: found.vocabulary }))
+}
+
+fn is_what_was_written(found: &Manifest, files: &[&Path], checked_bytes: u64) -> bool {
+    let is_as_before = |before: &Vec<FileStamp>| {
+        let now = stamps_of_large(files, checked_bytes).unwrap_or_default();
+        now.is_some_and(|now| {
+            now.len() == before.len()
+                && now.iter().zip(before).all(|(now, before)| now.is_of_the_same(before))
+        })
+    };
+    found.stamps.as_ref().is_some_and(is_as_before) || checksum(files).ok() == Some(found.checksum)
+}
+
+/// The stamps of a cache's files, where they are too large to be read whole every time.
+fn stamps_of_large(files: &[&Path], checked_bytes: u64) -> Result<Option<Vec<FileStamp>>> {
+    let size = |path: &&Path| Ok(std::fs::metadata(path).map_err(DataError::io(path))?.len());
+    let total: u64 = files.iter().map(size).sum::<Result<u64>>()?;
+    if total <= checked_bytes {
+        return Ok(None);
+    }
+    let files: Vec<PathBuf> = files.iter().map(|path| path.to_path_buf()).collect();
+    stamps_within(&files, checked_bytes).map(Some)
 }
 
 /// The checksum of a cache's files.
@@ -237,6 +263,7 @@ fn make(
         vocabulary: codec.vocabulary(),
         checksum: made.checksum,
         counted: made.counted,
+        stamps: stamps_of_large(&all, CHECKED_BYTES)?,
     };
     let text = serde_json::to_vec_pretty(&about).map_err(|error| DataError::io(manifest)(error.into()))?;
     let (vouching, mut file) = New::beside(manifest)?;
@@ -457,5 +484,52 @@ impl TokenStream for CachedTokens {
 
     fn counted(&self) -> Option<Counted> {
         self.counted
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    #[test]
+    fn a_cache_that_is_too_large_to_be_read_whole_is_known_by_its_blocks_and_its_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokens.bin");
+        let mut bytes = vec![7u8; 8 * MIB];
+        std::fs::write(&path, &bytes).unwrap();
+        let time = std::fs::metadata(&path).unwrap().modified().unwrap();
+        let files = [&*path];
+        let manifest = Manifest {
+            made_from: Recipe {
+                version: 5,
+                what: String::new(),
+                files: Vec::new(),
+                tokenizer: None,
+                separator: Vec::new(),
+            },
+            token_type: TokenType::for_vocabulary(256),
+            tokens: bytes.len() as u64,
+            documents: 1,
+            vocabulary: 256,
+            checksum: checksum(&files).unwrap(),
+            counted: None,
+            stamps: stamps_of_large(&files, 2 * MIB as u64).unwrap(),
+        };
+        assert!(manifest.stamps.is_some() && stamps_of_large(&files, 1 << 30).unwrap().is_none());
+        let is_known = || is_what_was_written(&manifest, &files, 2 * MIB as u64);
+        assert!(is_known());
+        // With another time, as a copy has, the checksum of all decides.
+        let touch = |time| File::options().write(true).open(&path).unwrap().set_modified(time).unwrap();
+        touch(time + Duration::from_secs(5));
+        assert!(is_known());
+        for (place, keeps_time) in [(4 * MIB, true), (5 * MIB, false)] {
+            bytes[place] = 8;
+            std::fs::write(&path, &bytes).unwrap();
+            touch(if keeps_time { time } else { time + Duration::from_secs(9) });
+            assert!(!is_known(), "byte {place}");
+            bytes[place] = 7;
+        }
     }
 }

@@ -32,7 +32,8 @@ pub(crate) fn stamps(paths: &[PathBuf]) -> Result<Vec<FileStamp>> {
     stamps_within(paths, READ_BYTES)
 }
 
-fn stamps_within(paths: &[PathBuf], read_bytes: u64) -> Result<Vec<FileStamp>> {
+/// The same, where so many bytes are read.
+pub(crate) fn stamps_within(paths: &[PathBuf], read_bytes: u64) -> Result<Vec<FileStamp>> {
     let sizes = paths.iter().map(|path| Ok(std::fs::metadata(path).map_err(DataError::io(path))?.len()));
     let total: u64 = sizes.collect::<Result<Vec<_>>>()?.iter().sum();
     // One block of so many.
@@ -41,6 +42,12 @@ fn stamps_within(paths: &[PathBuf], read_bytes: u64) -> Result<Vec<FileStamp>> {
 }
 
 impl FileStamp {
+    /// Whether it is the same file, wherever it lies.
+    pub(crate) fn is_of_the_same(&self, other: &FileStamp) -> bool {
+        let content = |stamp: &FileStamp| (stamp.bytes, stamp.digest, stamp.modified_ns);
+        content(self) == content(other)
+    }
+
     /// One block of `stride` counts, and the last.
     fn of(path: &Path, stride: u64) -> Result<FileStamp> {
         let file = ferrospeed_files::open(path).map_err(DataError::io(path))?;

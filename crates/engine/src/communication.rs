@@ -1,7 +1,7 @@
 //! The `comms_logger` section: what ranks said to each other, how long it took, and who waited for whom.
 
 use ferrospeed_comm::logger::{LogOptions, kind_named, straggler_table, table};
-use ferrospeed_comm::{ASKED_FOR, Kind, World};
+use ferrospeed_comm::{Kind, World, tell};
 use ferrospeed_config::Config;
 
 use crate::engine::Engine;
@@ -47,7 +47,7 @@ impl Engine {
     pub fn log_summary(&self, show_straggler: bool) -> Result<()> {
         let text = self.communication_summary(show_straggler)?;
         if self.world.rank() == 0 {
-            tracing::info!(target: ASKED_FOR, "communication\n{text}");
+            tell(&format!("communication\n{text}"));
         }
         Ok(())
     }

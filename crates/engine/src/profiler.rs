@@ -10,7 +10,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ferrospeed_checkpoint::agree;
-use ferrospeed_comm::World;
+use ferrospeed_comm::{World, tell};
 use ferrospeed_config::{Config, FlopsProfiler};
 use ferrospeed_observe::flops::{Phases, Ranks, ReportOptions, Summary, report, write_report};
 use ferrospeed_tensor::profile::{self, Profile};
@@ -210,11 +210,12 @@ impl Engine {
         }
         let Some(text) = text else { return };
         let Some(file) = config.output_file.as_deref().filter(|file| !file.is_empty()) else {
-            tracing::info!("{text}");
+            tell(&text);
             return;
         };
         if let Err(error) = write_report(Path::new(file), &text) {
-            tracing::warn!("flops_profiler.output_file: {error}; the report follows here instead\n{text}");
+            tracing::warn!("flops_profiler.output_file: {error}; the report follows here instead");
+            tell(&text);
         }
     }
 

@@ -3,7 +3,7 @@
 
 use std::fmt::Write;
 
-use ferrospeed_comm::ASKED_FOR;
+use ferrospeed_comm::tell;
 use ferrospeed_config::print::as_deepspeed;
 use ferrospeed_tensor::Category;
 
@@ -51,13 +51,12 @@ impl Engine {
         }
         let usage = self.device().memory_usage();
         let (now, most) = (gib(usage.current_total()), gib(usage.peak_total()));
-        tracing::info!(
-            target: ASKED_FOR,
+        tell(&format!(
             "{when}\nMA {now:?} GB         Max_MA {most:?} GB         CA {now:?} GB         Max_CA {} GB \n{}{}",
             most.round_ties_even(),
             host_memory_line().unwrap_or_default(),
             self.memory_report()
-        );
+        ));
     }
 
     /// With `memory_breakdown`, the memory around a part of a step.
@@ -76,7 +75,7 @@ impl Engine {
 
     fn log_times(&self, times: StepTimes, suffix: &str) {
         if self.config.wall_clock_breakdown && self.world.rank() == 0 {
-            tracing::info!(target: ASKED_FOR, "{}", times.line(suffix));
+            tell(&times.line(suffix));
         }
     }
 
@@ -129,7 +128,7 @@ impl Engine {
             let _ = writeln!(text, "  {name} {dots} {value}");
         }
         let _ = write!(text, "  json = {}", as_deepspeed(&self.config.to_json()));
-        tracing::info!(target: ASKED_FOR, "{text}");
+        tell(&text);
     }
 
     /// In the order of names.

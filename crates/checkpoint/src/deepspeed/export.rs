@@ -7,6 +7,7 @@
 mod states;
 
 use std::collections::HashMap;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -132,7 +133,20 @@ pub fn export_deepspeed(checkpoint: &Checkpoint, dir: &Path, options: ExportOpti
         return Err(CheckpointError::Export(why));
     }
     let write = |folder: &Path| Exporter::new(checkpoint, options, mixtures)?.write(folder);
-    exported(dir, &checkpoint.manifest().tag, LATEST_FILE, write).map(drop)
+    exported(dir, &checkpoint.manifest().tag, LATEST_FILE, write)?;
+    if of_zero { write_script(dir) } else { Ok(()) }
+}
+
+/// What makes one file of f32 weights of those of all ranks, where there is Python: DeepSpeed puts its own there.
+const SCRIPT: &str = include_str!("zero_to_fp32.py");
+/// Its name.
+const SCRIPT_FILE: &str = "zero_to_fp32.py";
+
+fn write_script(dir: &Path) -> Result<()> {
+    let path = dir.join(SCRIPT_FILE);
+    let runs = std::fs::Permissions::from_mode(0o755);
+    let written = ferrospeed_files::write(&path, SCRIPT).and_then(|()| std::fs::set_permissions(&path, runs));
+    written.map_err(CheckpointError::io("write", &path))
 }
 
 /// A group's trained parameters with their states.

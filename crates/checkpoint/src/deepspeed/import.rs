@@ -65,9 +65,11 @@ pub(super) fn understand(path: &Path, unknown: Unknown) -> Result<Understood> {
     };
     let (tensors, steps) =
         if files.optimizers().is_empty() { without_zero(&files)? } else { with_zero(&files, stage)? };
+    let per_parameter = if files.optimizers().is_empty() { ratios(&files)? } else { BTreeMap::new() };
     let optimizer = files.optimizers().first().and_then(|file| file.value().get("optimizer_state_dict"));
     let module = files.files[0].value();
     let mut contents = contents(module, optimizer, steps, stage as u8);
+    contents.training.per_parameter = per_parameter;
     let trained: Vec<&PieceSpec> =
         tensors.iter().map(|tensor| &tensor.spec).filter(|spec| spec.kind == Kind::Master).collect();
     fill_groups(&mut contents.training, module, optimizer, &trained);
@@ -193,20 +195,89 @@ pub(super) fn states_of(files: &DeepSpeedFiles, rank: usize, key: &str) -> Resul
                 states.steps = steps;
             } else if let Some(tensor) = value.as_tensor() {
                 states.parts.entry(name.to_owned()).or_default().push(whole(file, tensor));
+            } else if let Some(number) = value.as_f64() {
+                check_number(files, file, &format!("group {index}"), name, number)?;
             }
         }
     }
     Ok(states)
 }
 
+/// Plain numbers among a parameter's states that follow from the number of its step, or from its size.
+const FOLLOWING: [&str; 7] = [
+    "var_interval",
+    "var_counter",
+    "local_step_interval",
+    "local_step_counter",
+    "tensor_size",
+    "corrected_tensor_size",
+    "server_chunk_size",
+];
+
+/// The numbers by which 1-bit LAMB steps a parameter, in the order in which our checkpoints have them.
+const RATIOS: [&str; 3] = ["lamb_coeff_freeze", "last_factor", "scaling_coeff"];
+
+/// What 0/1 Adam adds up between two meetings of its ranks.
+const RATES: &str = "lrs";
+
+/// Refuses a plain number among the states of a parameter that a run could not go on without.
+fn check_number(files: &DeepSpeedFiles, file: usize, of: &str, state: &str, number: f64) -> Result<()> {
+    let why = match state {
+        _ if FOLLOWING.contains(&state) || RATIOS.contains(&state) => return Ok(()),
+        RATES if number == 0.0 => return Ok(()),
+        RATES => format!(
+            "was saved between two meetings of 0/1 Adam's ranks ('{RATES}' of {of} is {number}), each of which had other \
+             weights, and it holds those of one: go on from a checkpoint that was saved when they had met"
+        ),
+        _ => format!(
+            "has the number '{state}' among the optimizer's states of {of}, which nothing here goes on with"
+        ),
+    };
+    Err(files.fail(file, why))
+}
+
+/// 1-bit LAMB's ratios of each parameter.
+fn ratios(files: &DeepSpeedFiles) -> Result<BTreeMap<String, Vec<f64>>> {
+    let state = files.at(0, &["optimizer"])?.get("state").and_then(Value::pairs).unwrap_or_default();
+    let names = trained_names(files)?;
+    let mut ratios = BTreeMap::new();
+    for (id, entry) in state {
+        let name = id.as_u64().and_then(|id| names.get(usize::try_from(id).ok()?));
+        let (Some(name), Some(_)) = (name, entry.get(RATIOS[0])) else { continue };
+        let number = |key: &&str| match entry.get(key) {
+            None => Ok(1.0),
+            Some(value) => match (value.as_tensor(), value.as_f64()) {
+                (Some(tensor), _) => {
+                    Ok(files.files[0].read_f32(tensor, 0..1)?.first().map_or(1.0, |number| (*number).into()))
+                }
+                (None, Some(number)) => Ok(number),
+                (None, None) => {
+                    Err(files.fail(0, format!("'{key}' of {name} is {} and no number", value.kind())))
+                }
+            },
+        };
+        ratios.insert(name.clone(), RATIOS.iter().map(number).collect::<Result<_>>()?);
+    }
+    Ok(ratios)
+}
+
+/// The parameters of the module, in the order in which an optimizer without ZeRO numbers them.
+fn trained_names(files: &DeepSpeedFiles) -> Result<Vec<String>> {
+    let buffer_names = files.at(0, &["buffer_names"])?.items().unwrap_or_default();
+    let aliases = aliases(files.files[0].value());
+    let is_param = |name: &str| {
+        !aliases.contains_key(name) && !buffer_names.iter().any(|buffer| buffer.as_str() == Some(name))
+    };
+    let tensors = module_tensors(files)?.into_iter();
+    Ok(tensors.filter(|(name, _)| is_param(name)).map(|(name, _)| name.to_owned()).collect())
+}
+
 /// No ZeRO: whole tensors in the module file, states by the number of the parameter.
 fn without_zero(files: &DeepSpeedFiles) -> Result<(Vec<Tensor>, u64)> {
-    let buffer_names = files.at(0, &["buffer_names"])?.items().unwrap_or_default();
-    let is_buffer = |name: &str| buffer_names.iter().any(|buffer| buffer.as_str() == Some(name));
     let optimizer = files.at(0, &["optimizer"])?;
     let state = optimizer.get("state").and_then(Value::pairs).unwrap_or_default();
-    let aliases = aliases(files.files[0].value());
-    let is_param = |name: &str| !is_buffer(name) && !aliases.contains_key(name);
+    let names = trained_names(files)?;
+    let is_param = |name: &str| names.iter().any(|known| known == name);
     let params: Vec<_> = module_tensors(files)?.into_iter().filter(|(name, _)| is_param(name)).collect();
     let groups = optimizer.get("param_groups").and_then(Value::items).unwrap_or_default();
     let numbered: usize =
@@ -231,6 +302,12 @@ fn without_zero(files: &DeepSpeedFiles) -> Result<(Vec<Tensor>, u64)> {
         for (state_name, value) in entry.and_then(Value::pairs).unwrap_or_default() {
             match (state_name.as_str(), value.as_tensor()) {
                 (Some("step"), _) => steps = files.files[0].read_count(value)?,
+                (Some(state_name), _) if RATIOS.contains(&state_name) => {}
+                (Some(state_name), None) => {
+                    if let Some(number) = value.as_f64() {
+                        check_number(files, 0, name, state_name, number)?;
+                    }
+                }
                 (Some(state_name), Some(value)) => {
                     tensors.push(imported(
                         Kind::State(state_name.to_owned()),

@@ -1,6 +1,7 @@
 //! Recorded DeepSpeed checkpoints: extracted, imported, and written again.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use super::common::files_below;
@@ -167,6 +168,44 @@ fn golden_checkpoints_as_the_trainer_has_them_written_bring_their_optimizer() {
         compared += 1;
     }
     assert!(compared > 8 || !golden().is_default(), "{compared}");
+}
+
+/// Adds numbers to the states of every parameter, as DeepSpeed's 1-bit optimizers keep them beside their tensors.
+fn with_numbers(module: &Path, numbers: &[(&str, f64)]) {
+    rewrite(module, |value| {
+        let optimizer = value.get("optimizer").unwrap();
+        let entries = optimizer.get("state").unwrap().pairs().unwrap().iter();
+        let state = entries.map(|(id, entry)| {
+            let more = |entry, (name, number): &(&str, f64)| with(&entry, name, Some(Value::Float(*number)));
+            (id.clone(), numbers.iter().fold(entry.clone(), more))
+        });
+        let optimizer = with(optimizer, "state", Some(Value::Dict(state.collect())));
+        with(value, "optimizer", Some(optimizer))
+    });
+}
+
+#[test]
+fn golden_numbers_among_states_are_carried_or_refused_and_never_dropped() {
+    let Some(case) = golden().path("checkpoint/runs/z0_fp32_ws2") else { return };
+    let with = |numbers: &[(&str, f64)]| {
+        let dir = tempfile::tempdir().unwrap();
+        let modules = copied(&case.join("ckpt"), &dir.path().join("ckpt"), "model_states.pt");
+        modules.iter().for_each(|module| with_numbers(module, numbers));
+        imported(dir.path(), &dir.path().join("found"))
+    };
+    // The intervals of 0/1 Adam follow from the step; how far ranks have gone since they met does not.
+    let intervals = [("var_interval", 4.0), ("local_step_counter", 3.0)];
+    assert!(with(&[&intervals[..], &[("lrs", 0.0)]].concat()).is_ok());
+    let refused = with(&[&intervals[..], &[("lrs", 0.25)]].concat()).err().unwrap();
+    assert!(refused.contains("between two meetings of 0/1 Adam's ranks"), "{refused}");
+    let refused = with(&[("mystery", 1.0)]).err().unwrap();
+    assert!(refused.contains("the number 'mystery'"), "{refused}");
+    // 1-bit LAMB steps by its ratios.
+    let ratios = [("lamb_coeff_freeze", 0.5), ("last_factor", 1.25), ("scaling_coeff", 2.0)];
+    let found = with(&ratios).unwrap();
+    let per_parameter = &found.manifest().training.per_parameter;
+    assert!(!per_parameter.is_empty() && per_parameter.values().all(|numbers| numbers == &[0.5, 1.25, 2.0]));
+    assert!(with(&[]).unwrap().manifest().training.per_parameter.is_empty());
 }
 
 #[test]
@@ -395,6 +434,9 @@ fn golden_exports_follow_the_recorded_schema_and_extract_to_the_same_weights() {
                 ExportOptions { stage: stage as u8, ranks, expert_ranks: 1, spelling: Spelling::Files },
             )
             .unwrap();
+            let script = out.path().join("zero_to_fp32.py");
+            let can_run = std::fs::metadata(&script).unwrap().permissions().mode() & 0o111 != 0;
+            assert!(can_run && std::fs::read_to_string(&script).unwrap().starts_with("#!"));
             let found = extracted(out.path()).unwrap_or_else(|error| panic!("{}: {error}", case.display()));
             // The order is that of the layout. Stage 1 lists no frozen parameters, so DeepSpeed extracts none of its files.
             let is_listed = |name: &str| stage > 1 || checkpoint.entry(&Kind::Weight, name).is_none();

@@ -166,7 +166,11 @@ fn all_well<T>(world: &World, own: Result<T, Failure>) -> Result<T, Failure> {
     let mut verdicts = vec![0u8; world.size()];
     let verdict = own.as_ref().err().map_or(0, Failure::exit_code);
     let gathered = world.group().all_gather(&[verdict], &mut verdicts);
-    let value = own?;
+    let value = match (own, &gathered) {
+        // Who was cut off never hears this verdict and ends with the code of a lost peer; so do all.
+        (Err(own), Err(_)) => return Err(Failure::Run(own.to_string())),
+        (own, _) => own?,
+    };
     gathered.map_err(|error| Failure::Run(error.to_string()))?;
     let Some(rank) = verdicts.iter().position(|verdict| *verdict != 0) else { return Ok(value) };
     // A launcher gives the code of whichever rank ends first, so all have the same.
@@ -441,6 +445,17 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn who_cannot_say_to_the_others_why_it_does_not_start_ends_as_they_do() {
+        let mut worlds = World::threads(2);
+        drop(worlds.pop());
+        let own: Result<(), Failure> = Err(Failure::Usage("the recipe is wrong".into()));
+        let failure = all_well(&worlds[0], own).unwrap_err();
+        assert_eq!((failure.exit_code(), failure.to_string().as_str()), (1, "the recipe is wrong"));
+        let alone: Result<(), Failure> = Err(Failure::Usage("the recipe is wrong".into()));
+        assert_eq!(all_well(&World::solo(), alone).unwrap_err().exit_code(), 2);
+    }
 
     #[test]
     fn a_rank_with_another_recipe_is_told_the_key_that_differs() {

@@ -106,24 +106,47 @@ fn a_stopped_guardian_keeps_no_launcher_from_its_end() {
     let script =
         format!("echo $PPID > {0}; until [ -e {1} ]; do sleep 0.01; done", pid.display(), go.display());
     let job = start(&["launch", "-n", "1", "--", "sh", "-c", &script]);
-    let launcher = wait_for_pid(&pid);
-    let guardians = || -> Vec<String> {
-        let children = std::fs::read_dir("/proc").unwrap().flatten().filter(|entry| {
-            let status = std::fs::read_to_string(entry.path().join("status")).unwrap_or_default();
-            status.contains(&format!("\nPPid:\t{launcher}\n"))
-                && status.starts_with("Name:\tferro-guardian\n")
-        });
-        children.map(|entry| entry.file_name().into_string().unwrap()).collect()
-    };
-    wait_until("the guardian to call itself so", || guardians().len() == 1);
-    let guardians = guardians();
-    send_signal("STOP", &guardians[0]);
+    let guardian = guardian_of(&wait_for_pid(&pid));
+    send_signal("STOP", &guardian);
     std::fs::write(&go, "").unwrap();
     let output = job.finish();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let said = stderr(&output);
-    assert!(said.contains(&format!("process {}, which guards the job", guardians[0])), "{said}");
-    assert!(!is_running(&guardians[0]), "it stays behind");
+    assert!(said.contains(&format!("process {guardian}, which guards the job")), "{said}");
+    assert!(!is_running(&guardian), "it stays behind");
+}
+
+#[test]
+fn a_rank_ends_with_a_launcher_that_is_killed_together_with_its_guardian() {
+    let folder = tempfile::tempdir().unwrap();
+    let (pid, own) = (folder.path().join("pid"), folder.path().join("own"));
+    let script = format!("echo $PPID > {}; echo $$ > {}; exec sleep 600", pid.display(), own.display());
+    let job = start(&["launch", "-n", "1", "--", "sh", "-c", &script]);
+    let (launcher, rank) = (wait_for_pid(&pid), wait_for_pid(&own));
+    let guardian = guardian_of(&launcher);
+    send_signal("KILL", &format!("{guardian} {launcher}"));
+    job.finish();
+    // The kernel does it: the rank has asked to end with its parent.
+    wait_until("the rank to end", || !is_running(&rank));
+}
+
+#[test]
+fn a_job_that_was_stopped_as_a_whole_says_so_when_it_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let (pid, go) = (folder.path().join("pid"), folder.path().join("go"));
+    let script =
+        format!("echo $PPID > {0}; until [ -e {1} ]; do sleep 0.01; done", pid.display(), go.display());
+    let job = start(&["launch", "-n", "1", "--", "sh", "-c", &script]);
+    let launcher = wait_for_pid(&pid);
+    send_signal("STOP", &launcher);
+    // As long as it takes to be told from a busy machine.
+    std::thread::sleep(std::time::Duration::from_millis(2500));
+    send_signal("CONT", &launcher);
+    std::fs::write(&go, "").unwrap();
+    let output = job.finish();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let said = stderr(&output);
+    assert!(said.contains("stood still for") && said.contains("and goes on"), "{said}");
 }
 
 #[test]
@@ -417,6 +440,20 @@ fn rank_env_translates_mpich_and_keeps_the_exit_code() {
     let output = run(&[("PMI_RANK", "3")]);
     assert_eq!(output.status.code(), Some(2));
     assert!(stderr(&output).contains("neither PALS_LOCAL_RANKID nor MPI_LOCALRANKID is set"));
+}
+
+/// The process that guards a launcher's job.
+fn guardian_of(launcher: &str) -> String {
+    let guardians = || -> Vec<String> {
+        let children = std::fs::read_dir("/proc").unwrap().flatten().filter(|entry| {
+            let status = std::fs::read_to_string(entry.path().join("status")).unwrap_or_default();
+            status.contains(&format!("\nPPid:\t{launcher}\n"))
+                && status.starts_with("Name:\tferro-guardian\n")
+        });
+        children.map(|entry| entry.file_name().into_string().unwrap()).collect()
+    };
+    wait_until("the guardian to call itself so", || guardians().len() == 1);
+    guardians().remove(0)
 }
 
 fn wait_for_pid(path: &std::path::Path) -> String {

@@ -72,8 +72,17 @@ const MAX_COEFF: Key = key("max_coeff", POSITIVE, "10.0", "Largest trust ratio."
 const MIN_COEFF: Key = key("min_coeff", POSITIVE, "0.01", "Smallest trust ratio.").done();
 const EPS_INSIDE_SQRT: Key = key("eps_inside_sqrt", Kind::Bool, "false", "Add eps under the root.").done();
 
-const LAMB: &[Key] =
-    &[LEARNING_RATE, ADAM_BETAS, EPS, EPS_INSIDE_SQRT, WEIGHT_DECAY, BIAS_CORRECTION, MAX_COEFF, MIN_COEFF];
+const LAMB: &[Key] = &[
+    LEARNING_RATE,
+    ADAM_BETAS,
+    EPS,
+    EPS_INSIDE_SQRT,
+    WEIGHT_DECAY,
+    BIAS_CORRECTION,
+    AMSGRAD,
+    MAX_COEFF,
+    MIN_COEFF,
+];
 
 const FREEZE_STEP: Key = key(
     "freeze_step",

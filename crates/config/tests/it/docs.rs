@@ -15,6 +15,16 @@ fn the_manual_is_not_stale() {
 }
 
 #[test]
+fn every_key_without_effect_is_listed_with_its_reason() {
+    let path = ferrospeed_testkit::golden::repository_root().join("docs/differences.md");
+    let written = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(
+        written.contains(&docs::without_effect()),
+        "the table in docs/differences.md is stale: write it anew with `cargo run -p ferrospeed-config --example write_docs -- differences`"
+    );
+}
+
+#[test]
 fn every_default_is_json_of_its_own_type() {
     fn check(keys: &'static [Key], path: &str) {
         for key in keys {

@@ -7,6 +7,7 @@ use ferrospeed_comm::World;
 use ferrospeed_engine::{Engine, Options, Setup, initialize_model};
 use ferrospeed_nn::{Init, Linear};
 use ferrospeed_tensor::{DType, Tensor, ops};
+use ferrospeed_testkit::child;
 use serde_json::{Value, json};
 
 const ROWS: usize = 4;
@@ -276,4 +277,32 @@ fn state_and_memory_are_logged_when_asked_for_and_only_then() {
     }
     let text = of(json!({}));
     assert!(!text.contains("zero_stage") && !text.contains("Engine before"), "{text}");
+}
+
+/// Says what a configuration asks for, in a process that keeps no log.
+#[test]
+fn what_a_configuration_asks_for_is_printed_where_the_program_keeps_no_log_and_can_be_turned_off() {
+    const PRINTS: &str = "FERROSPEED_TEST_PRINTS";
+    let this =
+        "what_a_configuration_asks_for_is_printed_where_the_program_keeps_no_log_and_can_be_turned_off";
+    if let Ok(prints) = std::env::var(PRINTS) {
+        ferrospeed_comm::print_what_was_asked_for(prints == "yes");
+        let profiler = json!({"enabled": true, "profile_step": 0});
+        let more = json!({"dump_state": true, "wall_clock_breakdown": true, "flops_profiler": profiler});
+        let (mut engine, layer) = start(World::solo(), &configuration(more)).unwrap();
+        step(&mut engine, &layer);
+        return;
+    }
+    let said = |prints: &str| {
+        let output = child::alone(module_path!(), this).env(PRINTS, prints).output().unwrap();
+        child::assert_passed(&output);
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let (said, silent) = (said("yes"), said("no"));
+    for part in
+        ["zero_stage ................... 0", "time (ms) | fwd_microstep:", "Profile Summary at step 0"]
+    {
+        assert!(said.contains(part), "{said}");
+        assert!(!silent.contains(part), "{silent}");
+    }
 }

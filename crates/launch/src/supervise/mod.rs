@@ -19,6 +19,7 @@ mod output;
 mod process;
 mod signals;
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -52,6 +53,9 @@ const FOLLOWED: Duration = Duration::from_secs(1);
 
 /// How often signals and deadlines are looked at while nothing else happens.
 const TICK: Duration = Duration::from_millis(50);
+
+/// Between two looks there is no more than a moment, unless this process was stopped. Who is, and goes on, says so.
+const STOOD_STILL: Duration = Duration::from_secs(2);
 
 /// Whether a supervisor answers for its process's signals.
 #[derive(Debug, Clone)]
@@ -183,7 +187,10 @@ impl Supervisor {
 
     fn watch(&self, specs: &[ProcessSpec], running: &mut Running) -> Phase {
         let mut phase = Phase::Running;
+        let mut looked = Instant::now();
         while running.alive > 0 {
+            tell_of_a_stop(looked.elapsed());
+            looked = Instant::now();
             match running.events.recv_timeout(TICK) {
                 Ok(Event::Exited { index, ended }) => {
                     running.processes[index].ended = Some(ended);
@@ -224,6 +231,19 @@ impl Supervisor {
             };
         }
         phase
+    }
+}
+
+/// A job that was stopped as a whole goes on without a word of its ranks, for whom no time has passed.
+fn tell_of_a_stop(since: Duration) {
+    if since >= STOOD_STILL {
+        // Who has no standard error any more is told nothing.
+        let _ = writeln!(
+            std::io::stderr(),
+            "note: the launcher stood still for {:.0} s and goes on (SIGSTOP and SIGCONT, Ctrl-Z and fg, a debugger, or a \
+             machine without a moment for it); ranks that were not stopped with it may have given up waiting meanwhile",
+            since.as_secs_f64()
+        );
     }
 }
 

@@ -16,7 +16,7 @@ use crate::ServeError;
 /// A longer description is none.
 const LONGEST: u64 = 64 << 20;
 /// What the written description is called.
-const WRITTEN: &str = "ds_inference_config.json";
+pub(super) const WRITTEN: &str = "ds_inference_config.json";
 
 /// The files that a description names, each below its `base_dir`, or below that of the configuration.
 pub(super) fn files(described: &Value, base_dir: &str) -> Result<Vec<PathBuf>> {

@@ -2,8 +2,11 @@
 //!
 //! Stricter than DeepSpeed where its leniency is a trap: lengths are positive and in order, `moe: true` means what it says.
 
+use std::path::Path;
+
 use serde_json::{Map, Value, json};
 
+use super::checkpoint::WRITTEN;
 use super::fields::{FIELDS, read};
 use super::{InferenceError, Result};
 
@@ -53,6 +56,7 @@ impl InferenceConfig {
         }
         let config = InferenceConfig { values, given: named, warnings };
         config.check_lengths()?;
+        config.check_files()?;
         Ok(config)
     }
 
@@ -70,6 +74,45 @@ impl InferenceConfig {
             return wrong("min_out_tokens", format!("{least} is more than max_out_tokens, {most}"));
         }
         Ok(())
+    }
+
+    /// `checkpoint_config` says in one section what three settings say; one of the two is enough.
+    fn check_files(&self) -> Result<()> {
+        for [key, twin] in [
+            ["checkpoint_dir", "checkpoint"],
+            ["save_mp_checkpoint_path", "save_mp_checkpoint_path"],
+            ["base_dir", "base_dir"],
+        ] {
+            if self.text_of_files(key).is_some() && self.given.contains(&twin) {
+                let path = vec!["checkpoint_config".to_owned(), key.to_owned()];
+                let why = format!("{twin} says the same and is given too; write one of them");
+                return Err(InferenceError::Setting { path, why });
+            }
+        }
+        Ok(())
+    }
+
+    fn text_of_files(&self, key: &str) -> Option<&str> {
+        self.values["checkpoint_config"][key].as_str()
+    }
+
+    /// The description of weights that lie elsewhere: an object, or the path of a file.
+    pub(super) fn checkpoint(&self) -> Value {
+        match self.text_of_files("checkpoint_dir") {
+            Some(folder) => json!(Path::new(folder).join(WRITTEN)),
+            None => self.values["checkpoint"].clone(),
+        }
+    }
+
+    /// Below which folder its files lie.
+    pub(super) fn base_dir(&self) -> &str {
+        let own = self.text_of_files("base_dir");
+        own.or(self.values["base_dir"].as_str()).unwrap_or_default()
+    }
+
+    /// Where the weights are written to.
+    pub(super) fn save_path(&self) -> Option<&str> {
+        self.text_of_files("save_mp_checkpoint_path").or(self.values["save_mp_checkpoint_path"].as_str())
     }
 
     /// All settings, defaults included, as DeepSpeed calls them; deprecated ones that were replaced are gone.
@@ -100,6 +143,11 @@ impl InferenceConfig {
     /// Tokens of prompt and answer together.
     pub fn max_out_tokens(&self) -> usize {
         self.values["max_out_tokens"].as_u64().unwrap_or(1) as usize
+    }
+
+    /// Tokens of prompt and answer together that there must be room for.
+    pub fn min_out_tokens(&self) -> usize {
+        self.values["min_out_tokens"].as_u64().unwrap_or(1) as usize
     }
 
     /// Ranks that share each layer.

@@ -14,9 +14,10 @@ use super::config::{InferenceConfig, InferenceDtype};
 use super::merge::merged;
 use super::{InferenceError, Result};
 use crate::ServeError;
+use crate::core::pool::BLOCK_TOKENS;
 use crate::core::schedule::Limits;
 use crate::engine::Engine;
-use crate::model::{Division, OpenOptions, open};
+use crate::model::{Division, ModelFacts, OpenOptions, open};
 use crate::request::{Event, Request, Work};
 use crate::sampling::SamplingOptions;
 use crate::together;
@@ -122,22 +123,21 @@ pub fn init_inference_on(
         running: 1,
         name: None,
         ranks: ranks.clone(),
-        weights: match &config.values()["checkpoint"] {
+        weights: match config.checkpoint() {
             Value::Null => None,
-            described => {
-                Some(checkpoint::files(described, config.values()["base_dir"].as_str().unwrap_or_default())?)
-            }
+            described => Some(checkpoint::files(&described, config.base_dir())?),
         },
         home: WeightsHome::of_section(&config.values()["zero"]),
         base: None,
     };
-    if let (Some(target), 0) = (config.values()["save_mp_checkpoint_path"].as_str(), world.rank()) {
+    if let (Some(target), 0) = (config.save_path(), world.rank()) {
         checkpoint::save(directory, Path::new(target), dtype, world.size())?;
     }
     // Room for as many sequences of the longest length as run at once, which is what DeepSpeed's workspace holds.
     let most = config.max_out_tokens();
     let options = OpenOptions { running: sequences_worth(most, directory)?, ..options };
     let (facts, runner, blocks) = open(directory, &options, device)?;
+    check_room(&config, &facts, blocks)?;
     let limits =
         Limits { pass_tokens: PASS_TOKENS, running: RUNNING, waiting: 1 << 16, sequence_tokens: most };
     let failed = |error| ServeError::Io { what: "cannot start the engine's thread".into(), error };
@@ -195,6 +195,22 @@ fn sequences_worth(most: usize, directory: &Path) -> Result<usize> {
     Ok((RUNNING * most).div_ceil(config.longest_paged().max(1)).max(1))
 }
 
+/// Refuses to begin where the least number of tokens that is expected finds no room.
+fn check_room(config: &InferenceConfig, facts: &ModelFacts, blocks: u32) -> Result<()> {
+    let (least, held) = (config.min_out_tokens(), (blocks as usize).saturating_mul(BLOCK_TOKENS));
+    let why = match () {
+        () if least > facts.longest => {
+            format!("the model reads texts of {} tokens, prompt and answer together", facts.longest)
+        }
+        () if least > held => format!("there is memory for the keys and values of {held} tokens"),
+        () => return Ok(()),
+    };
+    Err(InferenceError::Setting {
+        path: vec!["min_out_tokens".into()],
+        why: format!("{least} tokens are expected, and {why}"),
+    })
+}
+
 /// The type to compute in, and how many bits weights have where they have few.
 fn refuse_what_is_not_built(config: &InferenceConfig) -> Result<(&'static str, Option<PackedBits>)> {
     let refuse = |what: &str, why: &str| Err(InferenceError::NotBuilt { what: what.into(), why: why.into() });
@@ -204,7 +220,7 @@ fn refuse_what_is_not_built(config: &InferenceConfig) -> Result<(&'static str, O
             return refuse(key, why);
         }
     }
-    if !values["checkpoint"].is_null() && !values["save_mp_checkpoint_path"].is_null() {
+    if !config.checkpoint().is_null() && config.save_path().is_some() {
         return refuse(
             "save_mp_checkpoint_path",
             "with checkpoint there is nothing to write: its files are read as they are",

@@ -317,6 +317,18 @@ fn what_is_not_built_is_refused_and_what_has_no_effect_is_named() {
 }
 
 #[test]
+fn an_engine_that_has_no_room_for_the_least_number_of_tokens_does_not_begin() {
+    let folder = support::model(&support::families()[0]);
+    let start = |least: u64| {
+        let config = json!({"dtype": "fp32", "min_tokens": least, "max_tokens": 1 << 20});
+        init_inference(&folder.path().join("tiny"), &config, &Map::new(), &ferrospeed_cpu::device())
+    };
+    assert!(start(8).is_ok());
+    let error = start(1 << 19).unwrap_err().to_string();
+    assert!(error.starts_with("min_out_tokens: 524288 tokens are expected, and"), "{error}");
+}
+
+#[test]
 fn weights_are_read_from_where_a_description_says_and_written_so_that_one_can() {
     let folder = support::model(&support::families()[0]);
     let (directory, saved) = (folder.path().join("tiny"), folder.path().join("saved"));
@@ -351,6 +363,17 @@ fn weights_are_read_from_where_a_description_says_and_written_so_that_one_can() 
             written(&bare, json!({"checkpoint": description, "base_dir": saved})).unwrap_err().to_string();
         assert!(error.contains(told), "{change}: {error}");
     }
+    // `checkpoint_config` says the same in a section of its own; both together are one too many.
+    assert_eq!(written(&bare, json!({"ckpt_config": {"checkpoint_dir": saved}})).unwrap(), expected);
+    let again = folder.path().join("again");
+    assert_eq!(
+        written(&directory, json!({"checkpoint_config": {"save_mp_checkpoint_path": again}})).unwrap(),
+        expected
+    );
+    assert!(again.join("ds_inference_config.json").exists());
+    let twice = json!({"checkpoint": path, "checkpoint_config": {"checkpoint_dir": saved}});
+    let error = written(&bare, twice).unwrap_err().to_string();
+    assert!(error.starts_with("checkpoint_config -> checkpoint_dir: checkpoint says the same"), "{error}");
     let missing = written(&bare, json!({"checkpoint": {"type": "ds_model", "version": 1}})).unwrap_err();
     assert!(missing.to_string().contains("checkpoints: is missing"), "{missing}");
     assert!(written(&directory, json!({"save_mp_checkpoint_path": saved})).is_err());

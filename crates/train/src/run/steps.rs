@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use ferrospeed_comm::{ASKED_FOR, ReduceOp};
+use ferrospeed_comm::{ReduceOp, tell};
 use ferrospeed_data::Split;
 use ferrospeed_engine::{BackwardOptions, StepReport};
 use ferrospeed_models::{Decoder, Tokens};
@@ -240,11 +240,10 @@ impl Run<'_> {
         if self.engine.world().rank() == 0 {
             let ms = |time: Duration| time.as_secs_f64() * 1e3;
             let (forward, backward) = (ms(time.forward), ms(time.backward));
-            tracing::info!(
-                target: ASKED_FOR,
+            tell(&format!(
                 "time (ms) | checkpointed forward: {forward:.2} | checkpointed backward: {backward:.2} | calls: {}",
                 time.calls
-            );
+            ));
         }
     }
 
