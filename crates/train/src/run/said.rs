@@ -94,6 +94,26 @@ pub struct Summary {
     pub communication: Option<String>,
 }
 
+impl Summary {
+    /// Of a run that has done so many steps before.
+    pub(super) fn of_steps(steps: u64, bytes_per_token: Option<f64>) -> Summary {
+        Summary {
+            steps,
+            new_steps: 0,
+            loss: None,
+            validation_loss: None,
+            bytes_per_token,
+            sample: None,
+            ending: Ending::Finished,
+            checkpoint: None,
+            seconds: 0.0,
+            observing_seconds: 0.0,
+            observing_cost: None,
+            communication: None,
+        }
+    }
+}
+
 /// Who is told what happens. Only rank 0 tells.
 pub trait Progress {
     /// Before the first step.
