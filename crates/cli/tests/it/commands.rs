@@ -234,11 +234,11 @@ fn a_placement_names_tiles_and_what_a_step_does_and_refuses_what_it_cannot_show(
     let output = ferrospeed(&words);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let text = stdout(&output);
-    // 124,736 parameters, in parts of a quarter.
+    // 124,672 parameters, in parts of a quarter.
     for line in [
-        "share 0: group 0, 28 parameters; part 3 of 4, 31184 elements",
-        "values    bf16        124736 elements          249472 bytes  device, once for all ranks of a host",
-        "master    fp32         31184 elements          124736 bytes  device",
+        "share 0: group 0, 28 parameters; part 3 of 4, 31168 elements",
+        "values    bf16        124672 elements          249344 bytes  device, once for all ranks of a host",
+        "master    fp32         31168 elements          124672 bytes  device",
         "collect: reduced gradients are added to this rank's part",
         "publish: owners send new values to all",
     ] {
