@@ -17,6 +17,7 @@ mod part;
 pub mod pt;
 pub mod save;
 pub mod shard;
+pub mod weights;
 
 pub use directory::{
     Listed, Retention, SetAside, candidates, list, of_run, resolve, resolve_any, resolve_newest,

@@ -15,11 +15,13 @@ use ferrospeed_observe::trace::{Activity, Timeline};
 use ferrospeed_optim::GroupOptions;
 use ferrospeed_optim::loss_scale::LossScaler;
 use ferrospeed_optim::schedule::Scheduler;
+use ferrospeed_tensor::autograd::{InPlace, Shelf};
 use ferrospeed_tensor::random::{self, RandomState};
 use ferrospeed_tensor::{Device, Tensor, TensorError, autograd};
 use ferrospeed_zero::{Pass, StepOptions, StepOutcome, ZeroStore};
 
 use crate::checkpoint::Background;
+use crate::checkpointing;
 use crate::communication;
 use crate::compression::Compressing;
 use crate::eigenvalues::Eigenvalues;
@@ -133,6 +135,8 @@ pub struct Engine {
     pub(crate) expert_ranks: usize,
     /// The ranks that hold slices of the same layers.
     pub(crate) slices: Option<Group>,
+    /// Where the inputs of a program's own checkpointed segments wait.
+    pub(crate) shelf: Arc<dyn Shelf>,
     /// Whether gradients are only added up until the step.
     pub(crate) reduces_at_step: bool,
     /// Why the state cannot be trained on: a load that failed when part of it was replaced.
@@ -207,6 +211,7 @@ impl Engine {
             parts: None,
             expert_ranks: 1,
             slices: None,
+            shelf: Arc::new(InPlace),
             reduces_at_step: false,
             half_loaded: None,
         };
@@ -267,12 +272,15 @@ impl Engine {
             Mode::Train => Pass::Train,
             Mode::Evaluate => Pass::Evaluate,
         });
-        with_activation_bits(self.activation_bits(), || match self.mode {
-            Mode::Train => with_layer_drop(self.layer_drop(), || {
-                with_token_drop(self.token_drop(), || model(Mode::Train))
-            }),
-            Mode::Evaluate => autograd::no_grad(|| model(Mode::Evaluate)),
-        })
+        let pass = || {
+            with_activation_bits(self.activation_bits(), || match self.mode {
+                Mode::Train => with_layer_drop(self.layer_drop(), || {
+                    with_token_drop(self.token_drop(), || model(Mode::Train))
+                }),
+                Mode::Evaluate => autograd::no_grad(|| model(Mode::Evaluate)),
+            })
+        };
+        checkpointing::within(&self.shelf, pass)
     }
 
     /// Random numbers of a micro-batch depend on the seed, the rank among those that see different data and its number
@@ -335,7 +343,8 @@ impl Engine {
         self.begin_backward(options.retain_graph)?;
         // What is computed again must see what forward saw.
         let bits = self.activation_bits();
-        let pass = || with_activation_bits(bits, || pass(&roots));
+        let shelf = Arc::clone(&self.shelf);
+        let pass = || checkpointing::within(&shelf, || with_activation_bits(bits, || pass(&roots)));
         let passed = self.traced(|engine| engine.profiled(Phase::Backward, |_| pass()))?;
         self.end_backward(start)?;
         let loss = value()?;

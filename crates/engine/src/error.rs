@@ -17,6 +17,9 @@ pub enum EngineError {
     /// Model state could not be laid out, reduced or updated.
     #[error(transparent)]
     Zero(#[from] ZeroError),
+    /// The configuration is wrong; every mistake is in the message.
+    #[error(transparent)]
+    Config(#[from] ferrospeed_config::ConfigError),
     /// The configuration asks for something that does not run yet.
     #[error("{key}: {why}")]
     Unsupported {

@@ -28,6 +28,7 @@
 mod activations;
 mod agreement;
 mod checkpoint;
+pub mod checkpointing;
 mod communication;
 mod compression;
 mod eigenvalues;
@@ -37,6 +38,7 @@ mod examine;
 mod experts;
 mod failure;
 mod features;
+mod flops_profiler;
 mod kernels;
 mod layer_norms;
 mod loader;
@@ -51,6 +53,7 @@ mod profiler;
 mod reports;
 mod setup;
 mod slices;
+mod state_access;
 mod timeline;
 mod timers;
 
@@ -64,11 +67,22 @@ pub use features::{metric_curricula, random_ltd, sparse_attention};
 pub use ferrospeed_observe::ObserveError;
 pub use ferrospeed_observe::monitor::Monitor;
 pub use ferrospeed_observe::trace::Activity;
-pub use loader::{DataLoader, Dataset, LoaderOptions, RepeatingLoader};
+pub use flops_profiler::FlopsProfiler;
+pub use loader::{Collated, DataLoader, Dataset, LoaderOptions, RepeatingLoader};
 pub use model_profile::{ModelProfile, ReportOptions};
 pub use pipeline::{
-    Passed, StageFailure, StageTimes, divide, divides_by_measure, initialize_pipeline, measure_layers,
+    EvalOptions, Evaluation, Passed, Reduce, StageFailure, StageTimes, divide, divides_by_measure,
+    initialize_pipeline, initialize_stages, measure_layers,
 };
+pub use setup::{Options, Setup, init_inference, initialize, initialize_model, initialize_with};
+pub use state_access::{
+    safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state, safe_get_local_fp32_param,
+    safe_get_local_grad, safe_get_local_optimizer_state, safe_set_full_fp32_param,
+    safe_set_full_optimizer_state, safe_set_local_fp32_param, safe_set_local_optimizer_state,
+};
+<<<<<<< HEAD
 pub use placed::{PlacedOn, placement};
 pub use setup::{Options, Setup, initialize, initialize_model, initialize_with};
+=======
+>>>>>>> 37f5066e5291efcc11fe498b45bf94955f7f4ca2
 pub use timers::StepTimes;

@@ -116,6 +116,11 @@ impl<D: Dataset> DataLoader<D> {
         batches * (self.options.batch * self.options.ranks) as u64
     }
 
+    /// The same with each micro-batch as `collate` makes it of its samples.
+    pub fn collated<B, F: FnMut(Vec<D::Sample>) -> B>(self, collate: F) -> Collated<D, F> {
+        Collated { loader: self, collate }
+    }
+
     fn begin(&mut self, epoch: u64) {
         (self.epoch, self.next) = (epoch, 0);
         self.order = (0..self.dataset.len()).collect();
@@ -141,6 +146,38 @@ impl<D: Dataset> Iterator for DataLoader<D> {
         self.next += 1;
         let sample = |turn: usize| self.dataset.get(self.order[(turn * options.ranks + options.rank) % len]);
         Some(own.map(sample).collect())
+    }
+}
+
+/// A loader whose micro-batches a function puts together: DeepSpeed's `collate_fn`. It can fail, as one that makes tensors does.
+#[derive(Debug, Clone)]
+pub struct Collated<D, F> {
+    loader: DataLoader<D>,
+    collate: F,
+}
+
+impl<D: Dataset, F> Collated<D, F> {
+    /// As [`DataLoader::epoch`].
+    pub fn epoch(&self) -> u64 {
+        self.loader.epoch()
+    }
+
+    /// As [`DataLoader::position`].
+    pub fn position(&self) -> u64 {
+        self.loader.position()
+    }
+
+    /// As [`DataLoader::go_to`].
+    pub fn go_to(&mut self, samples: u64) {
+        self.loader.go_to(samples);
+    }
+}
+
+impl<D: Dataset, B, F: FnMut(Vec<D::Sample>) -> B> Iterator for Collated<D, F> {
+    type Item = B;
+
+    fn next(&mut self) -> Option<B> {
+        self.loader.next().map(&mut self.collate)
     }
 }
 
@@ -212,6 +249,16 @@ mod tests {
         let too_few = LoaderOptions { batch: 3, rank: 0, ranks: 2, shuffle: None, drop_last: true };
         let error = DataLoader::new(vec![1, 2, 3, 4], too_few).unwrap_err().to_string();
         assert!(error.contains("4 samples are less than a micro-batch of 3 on each of 2 ranks"), "{error}");
+    }
+
+    #[test]
+    fn a_function_makes_batches_of_samples_and_the_place_is_that_of_the_loader() {
+        let mut sums = loader(20, 2, 0, true).collated(|samples| samples.into_iter().sum::<usize>());
+        let first: Vec<usize> = sums.by_ref().collect();
+        let plain: Vec<usize> = loader(20, 2, 0, true).map(|batch| batch.into_iter().sum()).collect();
+        assert_eq!(first, plain);
+        sums.go_to(6);
+        assert_eq!((sums.position(), sums.epoch(), sums.next()), (6, 0, Some(plain[1])));
     }
 
     #[test]

@@ -22,7 +22,7 @@ use std::collections::BTreeMap;
 
 use ferrospeed_nn::Parameters;
 pub use ferrospeed_observe::flops::ReportOptions;
-use ferrospeed_observe::flops::{Module, Summary, report};
+use ferrospeed_observe::flops::{Module, Summary, aggregated, report};
 use ferrospeed_observe::roofline::{Peak, Place, Roofline};
 use ferrospeed_tensor::profile::{self, ModuleWork, Passes, Profile};
 use ferrospeed_tensor::{Device, Param};
@@ -70,6 +70,24 @@ impl ModelProfile {
         ModelProfile { model: root.into_module(String::new()).0, profile }
     }
 
+    /// The same, where modules of some classes are none: what they did, those above them did.
+    pub fn without(mut self, classes: &[&str]) -> ModelProfile {
+        fn pruned(module: &mut Module, classes: &[&str]) {
+            let mut kept = Vec::new();
+            for mut child in std::mem::take(&mut module.children) {
+                pruned(&mut child, classes);
+                match classes.contains(&child.class.as_str()) {
+                    // Figures of a module include those below it.
+                    true => kept.append(&mut child.children),
+                    false => kept.push(child),
+                }
+            }
+            module.children = kept;
+        }
+        pruned(&mut self.model, classes);
+        self
+    }
+
     /// The tree of modules, with what forward did.
     pub fn model(&self) -> &Module {
         &self.model
@@ -112,6 +130,11 @@ impl ModelProfile {
             }
         };
         Roofline::of_modules(peak, self.profile.modules().iter().map(place))
+    }
+
+    /// The modules of each level that took most, as the report has them.
+    pub fn aggregated(&self, options: &ReportOptions) -> String {
+        aggregated(&self.model, options)
     }
 
     /// The report of a model alone, at `step`.

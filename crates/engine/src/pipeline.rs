@@ -17,8 +17,8 @@ use std::num::NonZeroUsize;
 use ferrospeed_checkpoint::Checkpoint;
 use ferrospeed_comm::topology::PIPE;
 use ferrospeed_comm::{Group, Mesh, ProcessTopology};
-use ferrospeed_config::{Config, Stage};
-use ferrospeed_nn::{Layer, Parameters, Stages};
+use ferrospeed_config::{Config, PipelineStages, Stage};
+use ferrospeed_nn::{Init, Layer, Parameters, Stages};
 use ferrospeed_pipeline::division::{Asked, Division};
 use ferrospeed_pipeline::partition::{LayerSize, Measured};
 use ferrospeed_tensor::Param;
@@ -28,6 +28,7 @@ use crate::error::{EngineError, Result};
 use crate::experts;
 use crate::profiler::StepProfiler;
 use crate::setup::{Options, Setup, by_decay, initialize_part};
+pub use batch::{EvalOptions, Evaluation, Reduce};
 pub use follow::StageTimes;
 pub use measure::measure_layers;
 use messages::Messenger;
@@ -134,6 +135,24 @@ pub fn initialize_pipeline<M: Stages>(
         times: StageTimes::default(),
     });
     Ok(engine)
+}
+
+/// The same of a model that is built here, in as many stages as `pipeline.stages` says: all ranks where it says nothing.
+pub fn initialize_stages<M: Stages>(
+    setup: &Setup,
+    options: Options<'_>,
+    build: impl FnOnce(&Init) -> M,
+) -> Result<(Engine, M)> {
+    let ranks = setup.world.size() as u64;
+    let stages = match setup.config.pipeline.stages {
+        PipelineStages::Fixed(stages) => stages,
+        PipelineStages::Auto => ranks,
+    };
+    let stages = usize::try_from(stages).ok().and_then(NonZeroUsize::new).unwrap_or(NonZeroUsize::MIN);
+    let init = Init::root();
+    let model = build(&init);
+    let engine = initialize_pipeline(setup, stages, &model, &init.parameters(), options)?;
+    Ok((engine, model))
 }
 
 /// Whether a configuration asks for a division by what layers take, which someone has to measure first.

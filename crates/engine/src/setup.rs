@@ -1,8 +1,10 @@
 //! What an engine is made from.
 
+use std::num::NonZeroU64;
+
 use ferrospeed_comm::topology::{DATA, MODEL};
 use ferrospeed_comm::{ExpertMembership, Group, Mesh, World};
-use ferrospeed_config::{Config, DataType, PipelineStages, Precision, Stage};
+use ferrospeed_config::{AutoValues, Config, DataType, PipelineStages, Precision, Stage};
 use ferrospeed_nn::{Init, Parameters};
 use ferrospeed_optim::schedule::Scheduler;
 use ferrospeed_optim::{GroupOptions, Optimizer};
@@ -12,6 +14,7 @@ use ferrospeed_tensor::{DType, Device, Param};
 use ferrospeed_zero::{Elsewhere, Homes, ParamGroup, Sharding, StoreOptions, ZeroStore};
 use serde_json::Value;
 
+use crate::activations::activation_shelf;
 use crate::agreement::agree;
 use crate::engine::Engine;
 use crate::error::{EngineError, Result};
@@ -39,6 +42,24 @@ impl Setup {
     /// One rank.
     pub fn solo(config: Config, device: Device) -> Setup {
         Setup::new(config, World::solo(), device)
+    }
+
+    /// Any ranks, any device, by a ds_config: its text, which begins with a brace, or what names it as DeepSpeed's
+    /// `--deepspeed_config` does, the path of a file or base64. With `pipeline.stages` in it, batches are divided among the ranks
+    /// that see different data.
+    pub fn from_config(ds_config: &str, world: World, device: Device) -> Result<Setup> {
+        let is_text = ds_config.trim_start().starts_with('{');
+        let unresolved = match is_text {
+            true => Config::from_str("ds_config", ds_config)?,
+            false => Config::from_argument(ds_config)?,
+        };
+        let stages = unresolved.given("pipeline.stages").and_then(Value::as_u64).unwrap_or(1).max(1);
+        let data_ranks = NonZeroU64::new(world.size() as u64 / stages).unwrap_or(NonZeroU64::MIN);
+        let (config, report) = unresolved.resolve(data_ranks, &AutoValues::new())?;
+        if world.rank() == 0 {
+            report.warnings().for_each(|warning| tracing::warn!("{warning}"));
+        }
+        Ok(Setup::new(config, world, device))
     }
 
     /// Any ranks, any device.
@@ -131,6 +152,27 @@ pub fn initialize_model(setup: &Setup, parameters: &Parameters, options: Options
         return Err(EngineError::Argument { what: "pipeline.stages", why });
     }
     initialize_part(setup, parameters, options)
+}
+
+/// An engine that only computes what a model of the program's own says: DeepSpeed's `init_inference` of a module. Weights come from
+/// `source`, or begin as the model's initialisers say; stage 3 of the configuration's `zero_optimization` divides them over
+/// the ranks, and `offload_param` keeps them in the host's memory or on a disk until a pass needs them. No optimizer is made,
+/// and [`Engine::forward`] runs in evaluation.
+pub fn init_inference<M>(
+    setup: &Setup,
+    source: Option<&dyn ParamSource>,
+    build: impl FnOnce(&Init) -> M,
+) -> Result<(Engine, M)> {
+    let mut setup = setup.clone();
+    (setup.config.optimizer, setup.config.scheduler) = (None, None);
+    if setup.config.zero.stage != Stage::Parameters {
+        // What the others divide there is only in training.
+        setup.config.zero.stage = Stage::Off;
+    }
+    let options = Options { source, ..Options::default() };
+    let (mut engine, model) = initialize_with(&setup, options, build)?;
+    engine.eval();
+    Ok((engine, model))
 }
 
 /// All parameters together, or where weight decay spares vectors, matrices and vectors.
@@ -298,6 +340,7 @@ pub(crate) fn initialize_part(
     engine.states = states;
     engine.reduces_at_step = options.reduces_at_step;
     engine.slices = mesh.map(|mesh| mesh.tensor()).transpose()?;
+    engine.shelf = activation_shelf(&config.activation_checkpointing, engine.slices.as_ref());
     engine.data_rank = options.data_rank.unwrap_or(engine.data_rank);
     Ok(engine)
 }

@@ -1,13 +1,11 @@
-//! A model of one's own: two layers that learn to multiply two numbers.
+//! A model of one's own with a loop of one's own: two layers that learn to multiply two numbers.
 //!
-//! Alone:           cargo run --example custom_model -p ferrospeed
+//! Alone:           cargo run --example custom_model -p ferrospeed --features examples
 //! On four ranks:   ferrospeed launch -n 4 -- target/debug/examples/custom_model
 
-use ferrospeed::comm::ConnectOptions;
-use ferrospeed::config::{AutoValues, Config};
 use ferrospeed::nn::{Init, Linear};
 use ferrospeed::tensor::random::RandomKey;
-use ferrospeed::{Device, Failure, Setup, Tensor, World, initialize, ops};
+use ferrospeed::{Device, Failure, Setup, Tensor, World, init_distributed, initialize, ops};
 
 const CONFIG: &str = r#"{
     "train_micro_batch_size_per_gpu": 64,
@@ -43,16 +41,10 @@ fn batch(rank: usize, step: u64, device: &Device) -> ferrospeed::tensor::Result<
     Ok((Tensor::from_slice(&x, [64, 2], device)?, Tensor::from_slice(&y, [64, 1], device)?))
 }
 
-fn main() -> Result<(), Failure> {
-    let world = match ConnectOptions::discover()? {
-        Some(place) => World::connect(place)?,
-        None => World::solo(),
-    };
-    let (rank, ranks) = (world.rank(), world.size() as u64);
-    let (config, _) =
-        Config::from_str("custom_model", CONFIG)?.resolve(ranks.try_into()?, &AutoValues::new())?;
-    let (mut engine, model) =
-        initialize(&Setup::new(config, world, ferrospeed::cpu::device()), Product::new)?;
+fn run(world: World) -> Result<(), Failure> {
+    let rank = world.rank();
+    let setup = Setup::from_config(CONFIG, world, ferrospeed::cpu::device())?;
+    let (mut engine, model) = initialize(&setup, Product::new)?;
     let mut last = f32::INFINITY;
     for step in 0..400 {
         let (x, y) = batch(rank, step, engine.device())?;
@@ -72,6 +64,10 @@ fn main() -> Result<(), Failure> {
     } else {
         Err(format!("the loss should have fallen below 0.02, it is {last}").into())
     }
+}
+
+fn main() -> Result<(), Failure> {
+    run(init_distributed()?)
 }
 
 #[test]

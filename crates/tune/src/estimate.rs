@@ -57,6 +57,27 @@ impl ModelSize {
     }
 }
 
+impl ModelSize {
+    /// The same of parameters by name, identity and size: those whose names differ in their last word alone are a module's.
+    ///
+    /// ```
+    /// use ferrospeed_tune::estimate::ModelSize;
+    ///
+    /// let parameters = [("up.weight", 1, 128), ("up.bias", 2, 16), ("down.weight", 3, 128), ("head.weight", 1, 128)];
+    /// assert_eq!(ModelSize::of_named(parameters), ModelSize { total_params: 272, largest_layer_params: 144 });
+    /// ```
+    pub fn of_named<'a, Id: std::hash::Hash + Eq>(
+        parameters: impl IntoIterator<Item = (&'a str, Id, u64)>,
+    ) -> ModelSize {
+        let mut modules = std::collections::BTreeMap::<&str, Vec<(Id, u64)>>::new();
+        for (name, id, elements) in parameters {
+            let module = name.rsplit_once('.').map_or("", |(module, _)| module);
+            modules.entry(module).or_default().push((id, elements));
+        }
+        ModelSize::of_modules(modules.values().map(Vec::as_slice))
+    }
+}
+
 /// Where ZeRO-3 keeps model states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Zero3Offload {

@@ -74,6 +74,7 @@ impl ZeroStore {
                     .into(),
             )),
             Which::Gradient => Ok(share.weights()),
+            Which::State(_) if !share.trained => Err(fail("is frozen and has no optimizer states".into())),
             Which::State(name) => {
                 let names = self
                     .optimizer
@@ -146,6 +147,23 @@ impl ZeroStore {
             self.set_own(&state, param, Which::Weight, value)?;
         }
         self.publish(&mut state)
+    }
+
+    /// Replaces this rank's part of a weight or an optimizer state. All ranks call it together, each with its own part; kernels
+    /// see new weights at once.
+    pub fn set_local(&self, param: &Param, which: Which<'_>, value: &[f32]) -> Result<()> {
+        if which == Which::Gradient {
+            return Err(ZeroError::Request("a gradient cannot be set: it is what backward computed".into()));
+        }
+        let (start, own) = self.local(param, which)?;
+        if value.len() != own.len() {
+            let why = format!("has {} elements on this rank, the new value {}", own.len(), value.len());
+            return Err(ZeroError::Parameter { name: param.name().into(), why });
+        }
+        // What other ranks have is left as it is.
+        let mut whole = vec![0.0; param.numel()];
+        whole[start..start + value.len()].copy_from_slice(value);
+        self.set_full(param, which, &whole)
     }
 
     /// Refuses a value that cannot be a parameter's.

@@ -4,22 +4,150 @@ use ferrospeed_comm::ReduceOp;
 use ferrospeed_nn::{Carried, Stages};
 use ferrospeed_pipeline::PipelineError;
 use ferrospeed_pipeline::schedule::{Kind, Schedule};
+use ferrospeed_pipeline::validate::{Sends, validate};
 
 use super::StageTimes;
 use super::follow::{Asked, Given};
 use crate::engine::{Engine, StepReport};
 use crate::error::{EngineError, Result};
 
-/// Makes a schedule of a kind for so many stages and micro-batches.
-type MakeSchedule = fn(Kind, usize, usize) -> Result<Schedule, PipelineError>;
+/// What becomes of the losses of an evaluation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Reduce {
+    /// Their mean over micro-batches and ranks.
+    #[default]
+    Average,
+    /// Each micro-batch's own, of this rank's data.
+    Nothing,
+}
+
+/// What an evaluation is asked for: the arguments of DeepSpeed's `eval_batch`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EvalOptions {
+    /// How many micro-batches of each rank's data.
+    pub num_micro_batches: usize,
+    /// Whether the last layer's loss is wanted.
+    pub compute_loss: bool,
+    /// What becomes of losses.
+    pub reduce_output: Reduce,
+    /// Whether all stages know losses; else the last one alone.
+    pub bcast_loss: bool,
+    /// Whether the last stage gives what the model says of each micro-batch; with the loss as well, each is asked for twice.
+    pub return_logits: bool,
+}
+
+impl EvalOptions {
+    /// The mean loss of so many micro-batches, on every rank.
+    pub fn of(num_micro_batches: usize) -> EvalOptions {
+        EvalOptions {
+            num_micro_batches,
+            compute_loss: true,
+            reduce_output: Reduce::Average,
+            bcast_loss: true,
+            return_logits: false,
+        }
+    }
+}
+
+/// What an evaluation has found.
+#[derive(Debug, Clone, Default)]
+pub struct Evaluation {
+    /// One number where losses are averaged, else one for each micro-batch; none where nobody asked, or another stage knows.
+    pub losses: Vec<f32>,
+    /// What the model says of each micro-batch, on its last stage.
+    pub logits: Vec<Carried>,
+}
 
 impl Engine {
+    /// Evaluates as the options say. All ranks call it together; `batch` is asked for each micro-batch in order.
+    pub fn eval_batch_with<M: Stages, E: From<EngineError>>(
+        &mut self,
+        model: &M,
+        options: EvalOptions,
+        mut batch: impl FnMut(usize) -> Result<M::Batch, E>,
+    ) -> Result<Evaluation, E> {
+        let mut found = Evaluation::default();
+        let count = options.num_micro_batches;
+        if options.return_logits {
+            found.logits = self.inference(model, count, &mut batch)?;
+        }
+        if options.compute_loss {
+            let losses = self.eval_losses(model, count, &mut batch)?;
+            found.losses = match options.reduce_output {
+                Reduce::Nothing => losses,
+                Reduce::Average => {
+                    let counts = vec![true; losses.len()];
+                    self.mean_loss(&losses, &counts)?.into_iter().collect()
+                }
+            };
+        }
+        let (stage, stages) = self.stage();
+        if !options.bcast_loss && stage + 1 != stages {
+            found.losses.clear();
+        }
+        Ok(found)
+    }
+
+    /// [`Engine::train_batch`] of what an iterator gives: DeepSpeed's `set_dataiterator`. `make` turns what it gives into a
+    /// micro-batch (`set_batch_fn`). Every rank of a pipeline has an iterator over the same data.
+    pub fn train_batch_from<M: Stages, T, E: From<EngineError>>(
+        &mut self,
+        model: &M,
+        iterator: &mut impl Iterator<Item = T>,
+        mut make: impl FnMut(T) -> Result<M::Batch, E>,
+    ) -> Result<(f32, StepReport), E> {
+        self.train_batch(model, |_| {
+            let item = iterator.next().ok_or(EngineError::Argument {
+                what: "data iterator",
+                why: "it has nothing more to give; wrap it in a RepeatingLoader to begin it again".into(),
+            });
+            make(item?)
+        })
+    }
+
     /// One step: as many micro-batches as a step accumulates go through all stages and back, and the weights are updated.
     /// Returns the mean loss over ranks and over micro-batches that have something to predict ([`Stages::has_targets`]; 0
     /// where none has), which is the same on all, and what became of the step. All ranks call it together; `batch` is asked for each micro-batch of this rank's data once, in order, on every stage
     /// alike.
     pub fn train_batch<M: Stages, E: From<EngineError>>(
         &mut self,
+        model: &M,
+        batch: impl FnMut(usize) -> Result<M::Batch, E>,
+    ) -> Result<(f32, StepReport), E> {
+        let schedule = |kind, stages, micro| Ok(Schedule::new(kind, stages, micro)?.sending_at_once());
+        self.train_following(schedule, model, batch)
+    }
+
+    /// [`Engine::train_batch`] by a schedule of the program's own, the same on all stages: a [`Schedule`] is a value, which is
+    /// checked before anything is computed ([`validate`]). Its chunks must lie where the model's layers do.
+    pub fn train_batch_by<M: Stages, E: From<EngineError>>(
+        &mut self,
+        schedule: &Schedule,
+        model: &M,
+        batch: impl FnMut(usize) -> Result<M::Batch, E>,
+    ) -> Result<(f32, StepReport), E> {
+        self.check_schedule(schedule)?;
+        self.train_following(|_, _, _| Ok(schedule.clone()), model, batch)
+    }
+
+    fn check_schedule(&self, schedule: &Schedule) -> Result<()> {
+        validate(schedule, Sends::Buffered)?;
+        let Some(pipeline) = &self.pipeline else { return Ok(()) };
+        let (asked, given) = (self.gradient_accumulation_steps(), schedule.micro_batches as u64);
+        let why = match () {
+            () if asked != given => format!("it has {given} micro-batches, and a step {asked}"),
+            () if schedule.stage_of_chunk != pipeline.division.stage_of_chunk => format!(
+                "its chunks lie on the stages {:?}, and the model's layers on {:?}",
+                schedule.stage_of_chunk, pipeline.division.stage_of_chunk
+            ),
+            () => return Ok(()),
+        };
+        Err(EngineError::Argument { what: "schedule", why })
+    }
+
+    fn train_following<M: Stages, E: From<EngineError>>(
+        &mut self,
+        schedule: impl FnOnce(Kind, usize, usize) -> Result<Schedule, PipelineError>,
         model: &M,
         mut batch: impl FnMut(usize) -> Result<M::Batch, E>,
     ) -> Result<(f32, StepReport), E> {
@@ -28,8 +156,6 @@ impl Engine {
         let micro_batches = self.gradient_accumulation_steps() as usize;
         let first = self.micro_steps();
         self.throughput.begin();
-        let schedule: MakeSchedule =
-            |kind, stages, micro| Ok(Schedule::new(kind, stages, micro)?.sending_at_once());
         let mut counts = Vec::with_capacity(micro_batches);
         let noting = |micro: usize| {
             let batch = batch(micro)?;
@@ -120,7 +246,7 @@ impl Engine {
     /// Follows the schedule that `make` gives.
     fn run_batch<M: Stages, E: From<EngineError>>(
         &mut self,
-        make: MakeSchedule,
+        make: impl FnOnce(Kind, usize, usize) -> Result<Schedule, PipelineError>,
         model: &M,
         asked: Asked,
         micro_batches: usize,

@@ -19,6 +19,7 @@ mod golden_pipeline;
 mod golden_traces;
 mod golden_trajectories;
 mod gradients;
+mod library;
 mod memory;
 mod meshes;
 mod observing;

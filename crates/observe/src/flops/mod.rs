@@ -8,4 +8,4 @@ mod module;
 mod report;
 
 pub use module::Module;
-pub use report::{Experts, Phases, Ranks, ReportOptions, Summary, report, write_report};
+pub use report::{Experts, Phases, Ranks, ReportOptions, Summary, aggregated, report, write_report};

@@ -209,7 +209,8 @@ fn collect<'a>(module: &'a Module, depth: usize, levels: &mut Vec<Vec<Class<'a>>
     }
 }
 
-fn aggregated(model: &Module, options: &ReportOptions) -> String {
+/// The classes of each level that took most parameters, operations and time.
+pub fn aggregated(model: &Module, options: &ReportOptions) -> String {
     let mut levels = Vec::new();
     collect(model, 0, &mut levels);
     let shown = match usize::try_from(options.module_depth) {

@@ -17,10 +17,12 @@
 //! assert_eq!(scheduler.options()[0].lr, 0.05);
 //! ```
 
+mod own;
 mod plateau;
 mod rules;
 mod torch;
 
+pub use own::OwnSchedule;
 pub use plateau::PlateauState;
 
 use std::fmt;
@@ -29,6 +31,7 @@ use std::sync::Arc;
 use ferrospeed_config::{PerGroup, Scheduler as Configured, TorchSchedule};
 use serde::{Deserialize, Serialize};
 
+use self::own::Object;
 use self::plateau::Plateau;
 use crate::error::{OptimError, Result};
 use crate::{GroupOptions, Optimizer};
@@ -69,6 +72,9 @@ pub struct SchedulerState {
     /// What `ReduceLROnPlateau` remembers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub plateau: Option<PlateauState>,
+    /// What an [`OwnSchedule`] remembers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub own: Option<serde_json::Value>,
 }
 
 /// A schedule, its counter, and the options the groups were configured with.
@@ -80,6 +86,8 @@ pub struct Scheduler {
     iteration: i64,
     note: Option<&'static str>,
     plateau: Option<Plateau>,
+    /// In place of `schedule`.
+    own: Option<Object>,
 }
 
 impl fmt::Debug for Scheduler {
@@ -108,6 +116,7 @@ impl Scheduler {
             iteration: -1,
             note: None,
             plateau: None,
+            own: None,
         }
     }
 
@@ -157,7 +166,7 @@ impl Scheduler {
             Configured::Torch(TorchSchedule::Plateau(params)) => Some(Plateau::new(params.clone(), groups)),
             _ => None,
         };
-        Ok(Scheduler { name, schedule, base: groups.to_vec(), iteration, note, plateau })
+        Ok(Scheduler { name, schedule, base: groups.to_vec(), iteration, note, plateau, own: None })
     }
 
     /// The schedule's name.
@@ -178,17 +187,23 @@ impl Scheduler {
     /// Moves on after an optimizer step that was applied. Skipped steps do not count.
     pub fn step(&mut self) {
         self.iteration = self.iteration.saturating_add(1);
+        if let Some(own) = &self.own {
+            own.lock().step();
+        }
     }
 
     /// Whether it wants to know a metric after each step ([`Scheduler::observe`]).
     pub fn wants_metric(&self) -> bool {
-        self.plateau.is_some()
+        self.plateau.is_some() || self.own.as_ref().is_some_and(|own| own.lock().wants_metric())
     }
 
     /// Tells the metric of a step to a schedule that follows one. Others do not care.
     pub fn observe(&mut self, metric: f64) {
         if let Some(plateau) = &mut self.plateau {
             plateau.observe(metric);
+        }
+        if let Some(own) = &self.own {
+            own.lock().observe(metric);
         }
     }
 
@@ -210,10 +225,13 @@ impl Scheduler {
         self.options_at(self.iteration)
     }
 
-    /// The options every group has at an iteration.
+    /// The options every group has at an iteration; of an [`OwnSchedule`], those it has now.
     pub fn options_at(&self, iteration: i64) -> Vec<GroupOptions> {
         let group = |(group, base): (usize, &GroupOptions)| {
-            let rates = self.schedule.rates(iteration, group, base);
+            let rates = match &self.own {
+                Some(own) => own.lock().rates(group, base),
+                None => self.schedule.rates(iteration, group, base),
+            };
             let betas = [rates.momentum.unwrap_or(base.betas[0]), base.betas[1]];
             let followed = self.plateau.as_ref().and_then(|plateau| plateau.state.rates.get(group));
             GroupOptions { lr: followed.copied().unwrap_or(rates.lr), betas, ..*base }
@@ -224,11 +242,15 @@ impl Scheduler {
     /// The counter, to be saved.
     pub fn state(&self) -> SchedulerState {
         let plateau = self.plateau.as_ref().map(|plateau| plateau.state.clone());
-        SchedulerState { last_batch_iteration: self.iteration, plateau }
+        let own = self.own.as_ref().map(|own| own.lock().state());
+        SchedulerState { last_batch_iteration: self.iteration, plateau, own }
     }
 
     /// Continues where a saved scheduler stood.
     pub fn load(&mut self, state: SchedulerState) -> Result<()> {
+        if let Some(own) = &self.own {
+            own.load(&state)?;
+        }
         if let (Some(plateau), Some(saved)) = (&mut self.plateau, state.plateau) {
             if saved.rates.len() != plateau.state.rates.len() {
                 let (given, groups) = (saved.rates.len(), plateau.state.rates.len());

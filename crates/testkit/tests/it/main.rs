@@ -2,4 +2,5 @@
 
 mod faults;
 mod layers;
+mod library;
 mod recordings;

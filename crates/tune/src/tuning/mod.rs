@@ -10,6 +10,7 @@ pub mod machine;
 mod memory;
 pub mod naming;
 pub mod planned;
+pub mod program;
 mod records;
 pub mod space;
 pub mod tuner;

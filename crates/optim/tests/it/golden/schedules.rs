@@ -58,7 +58,7 @@ fn golden_rates_after_every_step() {
         check_start(&what, case, &scheduler, &mut met);
         if let Some(loaded) = case["loaded_last_batch_iteration"].as_i64() {
             scheduler
-                .load(SchedulerState { last_batch_iteration: loaded, plateau: None })
+                .load(SchedulerState { last_batch_iteration: loaded, plateau: None, own: None })
                 .expect("a valid counter");
             assert_eq!(scheduler.options(), scheduler.options_at(loaded), "{what}");
             met.insert(RATES_FOLLOW_THE_COUNTER);
