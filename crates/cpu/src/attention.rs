@@ -114,7 +114,13 @@ impl<'a> Turned<'a> {
 /// Whether the tile registers take this one. A single query (decoding) is bound by memory and fills no tile.
 #[cfg(target_arch = "x86_64")]
 fn on_amx(spec: &AttentionSpec<'_>, q: &Heads<'_>) -> bool {
-    q.tensor.dtype() == DType::BF16 && amx::available() && spec.queries >= 8 && spec.keys > 0 && spec.dim > 0
+    let is_plain = spec.score_cap.is_none() && spec.sinks.is_none();
+    q.tensor.dtype() == DType::BF16
+        && is_plain
+        && amx::available()
+        && spec.queries >= 8
+        && spec.keys > 0
+        && spec.dim > 0
 }
 
 pub(crate) fn forward(
@@ -183,12 +189,17 @@ fn forward_block(
 ) {
     let dim = mask.spec.dim;
     let height = lse_t.len();
-    let (mut largest_t, mut total_t) = ([f32::NEG_INFINITY; BLOCK_T], [0.0f32; BLOCK_T]);
+    // A sink is there before any key, and gives nothing.
+    let (mut largest_t, mut total_t) = match mask.sink() {
+        Some(sink) => ([sink; BLOCK_T], [1.0f32; BLOCK_T]),
+        None => ([f32::NEG_INFINITY; BLOCK_T], [0.0f32; BLOCK_T]),
+    };
     mask.for_key_blocks([t0, t0 + height], [1, BLOCK_S], |s0, width| {
         let keys = s0 * dim..(s0 + width) * dim;
         let block = &mut score_ts[..height * width];
         small(height, width, dim, &rows(q_td, dim), &k_ds.starting_at(s0), block, mask.spec.scale, false);
         vectorized!(|| {
+            mask.cap(block);
             mask.apply(block, t0, s0, width);
             for (t, row) in block.chunks_mut(width).enumerate() {
                 let new = max(row).max(largest_t[t]);
@@ -218,6 +229,10 @@ fn forward_block(
 
 impl Attention for CpuBackend {
     fn attends_over_blocks(&self) -> bool {
+        true
+    }
+
+    fn shapes_scores(&self) -> bool {
         true
     }
 
@@ -391,12 +406,14 @@ struct BackwardScratch {
     dropped_ts: Vec<f32>,
     /// The gradient of the probabilities.
     dprob_ts: Vec<f32>,
+    /// What a capped score gains of what goes in, where scores are capped.
+    slope_ts: Vec<f32>,
 }
 
 impl Default for BackwardScratch {
     fn default() -> Self {
         let block = || vec![0.0; BLOCK_T * BLOCK_S];
-        BackwardScratch { score_ts: block(), dropped_ts: block(), dprob_ts: block() }
+        BackwardScratch { score_ts: block(), dropped_ts: block(), dprob_ts: block(), slope_ts: Vec::new() }
     }
 }
 
@@ -432,6 +449,7 @@ fn backward_block(
         let dprob = &mut scratch.dprob_ts[..height * width];
         small(height, width, dim, &rows(q_td, dim), &k_ds.starting_at(s0), prob, scale, false);
         small(height, width, dim, &rows(dout_td, dim), &v_ds.starting_at(s0), dprob, 1.0, false);
+        mask.cap_with_slopes(prob, &mut scratch.slope_ts);
         vectorized!(|| {
             mask.apply(prob, t0, s0, width);
             for (t, row) in prob.chunks_mut(width).enumerate() {
@@ -465,6 +483,7 @@ fn backward_block(
                     *prob *= dprob - delta_t[t];
                 }
             }
+            prob.iter_mut().zip(&scratch.slope_ts).for_each(|(dscore, slope)| *dscore *= slope);
         });
         let dscore = &*prob;
         small(height, dim, width, &rows(dscore, width), &rows(&k_sd[span.clone()], dim), dq_td, scale, true);

@@ -5,6 +5,7 @@ use std::ops::Range;
 use ferrospeed_tensor::backend::{AttentionSpec, HeadPlaces, Heads, HeadsOut, WeightGrid};
 use ferrospeed_tensor::random::drop_threshold;
 
+use crate::math::tanh;
 use crate::read;
 
 /// Tokens that see each other and nobody else: a sequence, or a document in one.
@@ -146,6 +147,26 @@ impl<'a> Mask<'a> {
         if let Some(last) = gathered {
             within(last.start, last.end);
         }
+    }
+
+    /// The score that no key has.
+    pub(crate) fn sink(&self) -> Option<f32> {
+        self.spec.sinks.map(|sinks| read::<f32>(sinks)[self.head])
+    }
+
+    /// Bounds products, where scores are capped: what [`Mask::apply`] adds is not.
+    #[inline(always)]
+    pub(crate) fn cap(&self, score_ts: &mut [f32]) {
+        let Some(cap) = self.spec.score_cap else { return };
+        score_ts.iter_mut().for_each(|score| *score = cap * tanh(*score / cap));
+    }
+
+    /// The same, and how much a score grows with its product; nothing where scores are not capped.
+    pub(crate) fn cap_with_slopes(&self, score_ts: &mut [f32], slopes: &mut Vec<f32>) {
+        let Some(cap) = self.spec.score_cap else { return };
+        self.cap(score_ts);
+        slopes.clear();
+        slopes.extend(score_ts.iter().map(|score| 1.0 - (score / cap) * (score / cap)));
     }
 
     /// Turns raw products into scores; hidden keys become minus infinity.

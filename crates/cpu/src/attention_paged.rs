@@ -11,7 +11,7 @@ use ferrospeed_tensor::loops::threads::Threads;
 use ferrospeed_tensor::pages::PagedSpec;
 use ferrospeed_tensor::{DType, Out, PagedSequence, Result, Tensor};
 
-use crate::math::exp;
+use crate::math::{exp, tanh};
 use crate::parallel::Shared;
 use crate::{CpuBackend, float_kernel, read, write};
 
@@ -93,7 +93,12 @@ fn attend<T: Float>(
         row.iter_mut().zip(&q[start_of(line)..][..dim]).for_each(|(to, from)| *to = from.widen());
     }
     let mut out_ld = vec![0.0f32; lines * dim];
-    let (mut largest, mut total) = (vec![f32::NEG_INFINITY; lines], vec![0.0f32; lines]);
+    let mut largest: Vec<f32> = match spec.sinks.map(read::<f32>) {
+        // A sink is there before any key, and gives nothing.
+        Some(sinks) => (0..lines).map(|line| sinks[kv_head * group + line % group]).collect(),
+        None => vec![f32::NEG_INFINITY; lines],
+    };
+    let mut total = vec![if spec.sinks.is_some() { 1.0f32 } else { 0.0 }; lines];
     let end = task.place + task.count;
     let seen_from = |place: usize| spec.window.map_or(0, |window| (place + 1).saturating_sub(window));
     let (mut k_sd, mut v_sd) = (vec![0.0f32; SPAN.min(end) * dim], vec![0.0f32; SPAN.min(end) * dim]);
@@ -116,6 +121,9 @@ fn attend<T: Float>(
             vectorized!(|| {
                 for (s, (score, k_d)) in scores.iter_mut().zip(k_sd.chunks(dim)).enumerate() {
                     *score = dot(q_d, k_d) * spec.scale;
+                    if let Some(cap) = spec.score_cap {
+                        *score = cap * tanh(*score / cap);
+                    }
                     if let Some(slope) = slope {
                         *score += slope * (from + s) as f32;
                     }

@@ -15,7 +15,7 @@ use crate::gguf;
 use crate::json;
 
 /// The model types that can be built, for messages.
-pub const MODEL_TYPES: [&str; 16] = [
+pub const MODEL_TYPES: [&str; 49] = [
     "gpt2",
     "llama",
     "mistral",
@@ -32,6 +32,39 @@ pub const MODEL_TYPES: [&str; 16] = [
     "opt",
     "gpt_neox",
     "bloom",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "olmo",
+    "olmo3",
+    "cohere",
+    "cohere2",
+    "glm",
+    "glm4",
+    "ernie4_5",
+    "helium",
+    "ministral",
+    "ministral3",
+    "stablelm",
+    "starcoder2",
+    "seed_oss",
+    "exaone4",
+    "internlm3",
+    "cwm",
+    "phi",
+    "falcon",
+    "mpt",
+    "gpt_neo",
+    "gptj",
+    "gpt_bigcode",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
 ];
 
 /// How many tokens a sliding window of `w` shows.
@@ -61,39 +94,22 @@ impl ModelConfig {
 
     /// From the parsed content of a `config.json`.
     pub fn from_value(value: &Value, window: WindowRule) -> Result<ModelConfig> {
+        let value = &families::with_usual_rotary(value);
         let fields = Fields::new(value)?;
         let model_type = fields.string("model_type", None)?;
         fields.fixed("is_encoder_decoder", false.into())?;
         fields.fixed("add_cross_attention", false.into())?;
         fields.fixed("pruned_heads", serde_json::json!({}))?;
-        let decoder = match model_type.as_str() {
-            "gpt2" => families::gpt2::config(&fields)?,
-            "llama" => families::llama::llama(&fields)?,
-            "mistral" => families::llama::mistral(&fields, window)?,
-            "qwen2" => families::llama::qwen2(&fields, window)?,
-            "qwen3" => families::dense::qwen3(&fields, window)?,
-            "phi3" => families::phi3::config(&fields, window)?,
-            "smollm3" => families::dense::smollm3(&fields, window)?,
-            "olmo2" => families::dense::olmo2(&fields)?,
-            "mixtral" => families::llama::mixtral(&fields, window)?,
-            "qwen2_moe" => families::sparse::qwen2_moe(&fields, window)?,
-            "olmoe" => families::sparse::olmoe(&fields)?,
-            "qwen3_moe" => families::sparse::qwen3_moe(&fields, window)?,
-            "opt" => families::opt::config(&fields)?,
-            "gpt_neox" => families::gpt_neox::config(&fields)?,
-            "bloom" => families::bloom::config(&fields)?,
-            "bert" => {
-                let config = BertConfig::from_fields(&fields)?;
-                fields.finish()?;
-                return Ok(ModelConfig::Bert(config));
-            }
-            other => {
-                let known = MODEL_TYPES.join(", ");
-                return Err(ModelError::config(
-                    "model_type",
-                    format!("'{other}' is not supported; one of {known} is"),
-                ));
-            }
+        // What nanotron's converter writes.
+        fields.fixed("is_llama_config", true.into())?;
+        fields.fixed("rope_interleaved", false.into())?;
+        if model_type == "bert" {
+            let config = BertConfig::from_fields(&fields)?;
+            fields.finish()?;
+            return Ok(ModelConfig::Bert(config));
+        }
+        let Some(decoder) = families::decoder(&model_type, &fields, window)? else {
+            return Err(ModelError::config("model_type", unknown(&model_type, &fields)));
         };
         fields.finish()?;
         decoder.validate()?;
@@ -107,6 +123,21 @@ impl ModelConfig {
             ModelConfig::Bert(config) => Bert::new(config.clone()).parameters().clone(),
         }
     }
+}
+
+/// Why a model type is refused.
+fn unknown(model_type: &str, fields: &Fields<'_>) -> String {
+    let tower = ["vision_config", "audio_config"].into_iter().find(|key| fields.has(key));
+    let known = MODEL_TYPES.join(", ");
+    let Some(tower) = tower else { return format!("'{model_type}' is not supported; one of {known} is") };
+    let of_text = fields.get("text_config").and_then(|text| text["model_type"].as_str());
+    let instead = match of_text.filter(|of_text| MODEL_TYPES.contains(of_text)) {
+        Some(of_text) => format!(
+            "; its text tower is a '{of_text}', which is: write that tower alone to a directory of its own, with text_config as its config.json"
+        ),
+        None => String::new(),
+    };
+    format!("'{model_type}' reads more than text ({tower}), which is not supported{instead}")
 }
 
 /// The index of a model of a million tensors has a tenth of it.

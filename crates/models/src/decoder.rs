@@ -6,6 +6,7 @@
 mod block;
 mod checkpoint_times;
 mod config;
+mod head_loss;
 mod judged;
 mod labels;
 mod mlp_chunks;
@@ -30,7 +31,7 @@ use ferrospeed_nn::{
 };
 use ferrospeed_tensor::autograd::{InPlace, Shelf};
 use ferrospeed_tensor::ops::{self, CrossEntropyOptions, WeightLayout};
-use ferrospeed_tensor::{DType, Device, Param, Tensor, profile};
+use ferrospeed_tensor::{DType, Device, Initializer, Operand, Param, Tensor, profile};
 
 use crate::error::{ModelError, Result};
 use block::{Block, Stream};
@@ -40,7 +41,8 @@ use places::longest;
 pub use block::RouterLogits;
 pub use checkpoint_times::{CheckpointTime, CheckpointTimes};
 pub use config::{
-    Declared, DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual, dtype_of_name, name_of_dtype,
+    Declared, DecoderConfig, EmbeddingFactor, Factors, FeedForward, HeadRules, LatentRanks, LinearLayers,
+    Names, Positions, QkvNames, Residual, ScoreRules, dtype_of_name, name_of_dtype,
 };
 pub use judged::Verdict;
 pub use mlp_chunks::MlpChunks;
@@ -97,6 +99,7 @@ pub struct Decoder {
     blocks: Vec<Block>,
     final_norm: Option<Norm>,
     head: Param,
+    head_bias: Option<Param>,
     /// The ranks that hold slices of its layers.
     slices: Option<Slices>,
     /// Where the inputs of blocks wait that are computed again in backward; `None` keeps what blocks compute.
@@ -206,6 +209,10 @@ impl Decoder {
             }
             _ => (blocks(), final_norm()),
         };
+        let head_bias = || {
+            let at = init.at(names.head);
+            config.head.bias.then(|| at.param("bias", [config.vocab], Initializer::Constant(0.0)))
+        };
         let head = if config.tied {
             init.at(names.head).tie("weight", embedding.table());
             embedding.table().clone()
@@ -225,6 +232,7 @@ impl Decoder {
             .weight()
             .clone()
         };
+        let head_bias = head_bias();
         Decoder {
             parameters: init.parameters(),
             config,
@@ -236,6 +244,7 @@ impl Decoder {
             blocks,
             final_norm,
             head,
+            head_bias,
             slices: slices.filter(|slices| slices.group().size() > 1).cloned(),
             checkpointing: None,
             checkpoint_times: None,
@@ -256,9 +265,9 @@ impl Decoder {
         &self.parameters
     }
 
-    /// `[vocab, width]`: makes logits of hidden states.
-    pub(crate) fn head(&self) -> &Param {
-        &self.head
+    /// `[vocab, width]`: makes logits of hidden states; `None` where logits are more than its product.
+    pub(crate) fn plain_head(&self) -> Option<&Param> {
+        self.config.head.are_plain().then_some(&self.head)
     }
 
     /// The type of its activations.
@@ -300,8 +309,11 @@ impl Decoder {
     /// Empty caches for decoding up to `capacity` tokens.
     pub fn new_state(&self, batch: usize, capacity: usize, device: &Device) -> Result<AttentionState> {
         let dtype = self.dtype();
-        let layer = |layer| KeyValueCache::new(batch, capacity, &self.config.attention(layer), dtype, device);
-        Ok(AttentionState { layers: (0..self.config.layers).map(layer).collect::<Result<_, _>>()? })
+        let layer = |(layer, block): (usize, &Block)| match block.linear() {
+            Some(linear) => linear.new_state(batch, dtype, device),
+            None => KeyValueCache::new(batch, capacity, &self.config.attention(layer), dtype, device),
+        };
+        Ok(AttentionState { layers: self.blocks.iter().enumerate().map(layer).collect::<Result<_, _>>()? })
     }
 
     /// The last hidden state `[batch, tokens, width]`, ready for the head.
@@ -338,6 +350,10 @@ impl Decoder {
         let documents = self.documents(tokens, state.is_some())?;
         // Only within a document do positions go on.
         self.check_length(documents.as_ref().map_or(past + count, longest))?;
+        if self.config.linear.is_some() && (documents.is_some() || self.sequence.is_some()) {
+            let why = "layers in linear time go through whole sequences of one text; leave out documents that share one, and ranks that do";
+            return Err(ModelError::config("documents", why));
+        }
         let part = match (&self.sequence, state) {
             (Some(sequence), None) => Some(sequence.divide(count)?),
             _ => None,
@@ -394,8 +410,20 @@ impl Decoder {
             let why = "no rank holds all logits of a model in slices; generate from its exported weights";
             return Err(ModelError::config("tensor parallelism", why));
         }
-        let hidden = &input_of(&self.head, hidden)?;
-        self.as_head(|| Ok(ops::linear(hidden, &self.head, None, WeightLayout::OutIn)?))
+        self.own_logits(&input_of(&self.head, hidden)?)
+    }
+
+    /// Logits of the entries of the head that this rank holds.
+    fn own_logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        let bias = self.head_bias.as_ref().map(Operand::from);
+        let logits = self.as_head(|| ops::linear(hidden, &self.head, bias, WeightLayout::OutIn))?;
+        match self.config.head.cap {
+            Some(cap) => {
+                let bounded = ops::tanh(&ops::affine(&logits, 1.0 / cap, 0.0)?)?;
+                Ok(ops::affine(&bounded, cap, 0.0)?)
+            }
+            None => Ok(logits),
+        }
     }
 
     /// The mean loss of predicting each next label; labels of -100 do not count. Of sequences that ranks share, all of them
@@ -475,7 +503,7 @@ impl Decoder {
                 return Ok(tensor_parallel::linear_cross_entropy(hidden, &self.head, &own, ignored, slices)?);
             }
             let flat = ops::reshape(hidden, [hidden.shape().rows(), hidden.shape().last()])?;
-            Ok(ops::linear_cross_entropy(&flat, &self.head, WeightLayout::OutIn, own, options)?)
+            self.head_loss(&flat, own, options)
         })?;
         match &part {
             Some(part) => sequence::whole_mean(part, &loss, own, &targets, ignored),

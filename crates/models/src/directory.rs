@@ -94,8 +94,11 @@ pub fn convert(source: &Path, target: &Path, options: &WriteOptions) -> Result<W
     if files.adapter().is_some() {
         return write_parameters(&files, target, None, options);
     }
+    let is_stacked = files.config()["quantization_config"]["quant_method"] == "mxfp4";
     let is_packed = files.weights().tensors().keys().any(|name| BlockForm::of_tensor(name).is_some());
-    if matches!(files.text(), TextFiles::Held { .. }) || (is_packed && options.dtype.is_some()) {
+    if matches!(files.text(), TextFiles::Held { .. })
+        || ((is_packed || is_stacked) && options.dtype.is_some())
+    {
         let dtype = options.dtype.or(Some(files.dtype()));
         return write_parameters(&files, target, None, &WriteOptions { dtype, ..*options });
     }
@@ -112,7 +115,7 @@ pub fn convert(source: &Path, target: &Path, options: &WriteOptions) -> Result<W
     if let Some(float) = float {
         set_dtype(&mut config, float);
     }
-    write_config(new.path(), &config)?;
+    write_config_as_it_is(new.path(), &config)?;
     let written = write_counted(new.path(), &tensors, options.max_shard_bytes, &mut |tensor| {
         let stored = &weights.tensors()[&tensor.name];
         if tensor.dtype == stored.dtype {
@@ -240,7 +243,17 @@ pub fn copy_file(from: &Path, to: &Path) -> Result<()> {
 }
 
 /// Writes `config.json`.
+///
+/// What it says of weights in few bits is left out: those that are written beside it are whole, or say so by their names.
 pub fn write_config(directory: &Path, config: &Value) -> Result<()> {
+    let mut config = config.clone();
+    if let Some(config) = config.as_object_mut() {
+        config.remove("quantization_config");
+    }
+    write_config_as_it_is(directory, &config)
+}
+
+fn write_config_as_it_is(directory: &Path, config: &Value) -> Result<()> {
     write_json(&directory.join("config.json"), config)
 }
 

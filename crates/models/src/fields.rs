@@ -14,14 +14,18 @@ use crate::limits::{MAX_LAYERS, MAX_SIZE, PER_LAYER_KEYS};
 
 /// Fields of any family that change no number a model computes: where it came from, how a tokenizer numbers its special
 /// tokens, defaults for generating text, what the reference implementation returns besides, how it runs.
-const HARMLESS: &[&str] = &[
+pub(crate) const HARMLESS: &[&str] = &[
     "_attn_implementation",
     "_attn_implementation_autoset",
     "_commit_hash",
     "_from_model_config",
     "_name_or_path",
+    "_num_labels",
     "architectures",
     "attn_implementation",
+    // Programs that are run only where somebody trusts them, and pipelines of such.
+    "auto_map",
+    "custom_pipelines",
     "bad_words_ids",
     "begin_suppress_tokens",
     "bos_token_id",
@@ -47,6 +51,8 @@ const HARMLESS: &[&str] = &[
     "max_sequence_length",
     "min_length",
     "model_type",
+    // What a trainer added to embeddings.
+    "neftune_noise_alpha",
     "no_repeat_ngram_size",
     "num_beam_groups",
     "num_beams",
@@ -157,6 +163,11 @@ impl<'a> Fields<'a> {
 
     pub(crate) fn has(&self, key: &str) -> bool {
         self.get(key).is_some()
+    }
+
+    /// Whether the key stands there, null or not.
+    pub(crate) fn is_said(&self, key: &str) -> bool {
+        self.map.contains_key(key)
     }
 
     pub(crate) fn get(&self, key: &str) -> Option<&'a Value> {

@@ -106,7 +106,9 @@ pub(crate) fn generate_with(
                     if let Some(stepper) = stepper
                         && shortlist_from.is_some_and(|least| options.max_new_tokens > least)
                     {
-                        stepper.set_shortlist(Shortlist::new(model.head(), &hidden, options.sampling)?);
+                        let head = model.plain_head();
+                        let shortlist = head.map(|head| Shortlist::new(head, &hidden, options.sampling));
+                        stepper.set_shortlist(shortlist.transpose()?.flatten());
                     }
                     let last = ops::narrow(&hidden, 1, width - 1, 1)?;
                     let logits = model.logits(&last)?;

@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::config::ModelConfig;
 use crate::decoder::{FeedForward, Names, QkvNames};
+use crate::families::mixture::MixtureConfig;
 
 /// A part of a transformer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -60,13 +61,16 @@ impl ModelConfig {
     /// What the parameter of this name is for.
     pub fn role_of(&self, parameter: &str) -> Role {
         match self {
-            ModelConfig::Decoder(config) => decoder_role(&config.names, &config.feed_forward, parameter),
+            ModelConfig::Decoder(config) => {
+                let linear = config.linear.as_ref().map(|linear| linear.name);
+                decoder_role(&config.names, linear, &config.feed_forward, parameter)
+            }
             ModelConfig::Bert(_) => bert_role(parameter),
         }
     }
 }
 
-fn decoder_role(names: &Names, feed_forward: &FeedForward, parameter: &str) -> Role {
+fn decoder_role(names: &Names, linear: Option<&str>, feed_forward: &FeedForward, parameter: &str) -> Role {
     let module = parameter.rsplit_once('.').map_or(parameter, |(module, _)| module);
     let Some((_, within)) =
         module.strip_prefix(names.blocks).and_then(|rest| rest.strip_prefix('.')?.split_once('.'))
@@ -78,19 +82,38 @@ fn decoder_role(names: &Names, feed_forward: &FeedForward, parameter: &str) -> R
             _ => Role::Embedding,
         };
     };
-    if within == names.norm1 || within == names.norm2 {
+    let behind = names.branch_norms.is_some_and(|norms| norms.contains(&within));
+    if within == names.norm1 || within == names.norm2 || behind {
         return Role::Norm;
+    }
+    let of_linear = linear.is_some_and(|name| within.split('.').next() == Some(name));
+    if of_linear {
+        return if within.ends_with(".norm") { Role::Norm } else { Role::Attention };
     }
     let is_attention = within == names.output
         || match &names.qkv {
-            QkvNames::Packed(name, _) | QkvNames::Grouped(name) => within == *name,
+            QkvNames::Packed(name, _) | QkvNames::Grouped(name) | QkvNames::ByKeyHead(name) => {
+                within == *name
+            }
+            QkvNames::Latent(_) => within.starts_with("self_attn.") && !within.ends_with("layernorm"),
             QkvNames::Separate(each) | QkvNames::Normed { heads: each, .. } => each.contains(&within),
         };
-    let is_head_norm = matches!(&names.qkv, QkvNames::Normed { norms, .. } if norms.contains(&within));
+    let is_head_norm = match &names.qkv {
+        QkvNames::Normed { norms, .. } => norms.contains(&within),
+        QkvNames::Latent(_) => within.starts_with("self_attn."),
+        _ => false,
+    };
     match feed_forward {
         _ if is_attention => Role::Attention,
         _ if is_head_norm => Role::Norm,
-        FeedForward::Mixture(_) if within.contains(".experts.") || within.contains(".shared_expert.") => {
+        FeedForward::Mixture(_) if MixtureConfig::DENSE.contains(&within) => Role::FeedForward,
+        FeedForward::Mixture(mixture) if within.ends_with(mixture.names.router) => Role::Router,
+        FeedForward::Mixture(mixture)
+            if mixture.names.shared_gate.is_some_and(|gate| within.ends_with(gate)) =>
+        {
+            Role::Router
+        }
+        FeedForward::Mixture(_) if within.contains(".experts") || within.contains(".shared_expert") => {
             Role::Experts
         }
         FeedForward::Mixture(_) => Role::Router,

@@ -13,6 +13,7 @@ use crate::fields::Fields;
 const LAYER_TYPES: [&str; 3] = ["full_attention", "sliding_attention", "chunked_attention"];
 
 /// How a family speaks of rotary positions outside `rope_parameters`, and what it takes for granted.
+#[derive(Clone, Copy)]
 pub(crate) struct RotaryDefaults {
     /// The field with the base of the frequencies.
     pub(crate) theta_key: &'static str,
@@ -21,7 +22,12 @@ pub(crate) struct RotaryDefaults {
     pub(crate) share: Option<(&'static str, f64)>,
     /// The length the model was first trained on; the longest that it takes when absent.
     pub(crate) trained: Option<usize>,
+    /// What the family reads of the object itself.
+    pub(crate) own: &'static [&'static str],
 }
+
+/// How strongly queries grow with their place.
+pub(crate) const QUERY_GROWTH: &str = "llama_4_scaling_beta";
 
 /// The rotary positions of heads of `head_dim` channels.
 pub(crate) fn rotary(fields: &Fields<'_>, head_dim: usize, defaults: &RotaryDefaults) -> Result<Rotary> {
@@ -51,6 +57,36 @@ pub(crate) fn rotary(fields: &Fields<'_>, head_dim: usize, defaults: &RotaryDefa
     }
 }
 
+/// The rotary positions of layers that see all and of those that slide, where the two turn otherwise. Up to transformers 4 they
+/// stand side by side, and scaling is that of layers that see all.
+pub(crate) fn rotary_by_type(
+    fields: &Fields<'_>,
+    head_dim: usize,
+    all: &RotaryDefaults,
+    sliding: &RotaryDefaults,
+) -> Result<[Rotary; 2]> {
+    let [all, sliding] = [all, sliding].map(|defaults| Reader { fields, head_dim, defaults });
+    let (new, old) = (fields.object("rope_parameters")?, fields.object("rope_scaling")?);
+    let Some(said) = new else {
+        let all = match old {
+            Some(old) => all.finished(&old)?,
+            None => all.rotary(None)?,
+        };
+        return Ok([all, sliding.rotary(None)?]);
+    };
+    if old.is_some() {
+        let why = "stands beside rope_parameters, which has one description for each type of layer; keep one of them";
+        return Err(fields.error("rope_scaling", why));
+    }
+    let of_type = |reader: &Reader<'_, '_>, key: &str| match said.object(key)? {
+        Some(of_type) => reader.finished(&of_type),
+        None => reader.rotary(None),
+    };
+    let both = [of_type(&all, "full_attention")?, of_type(&sliding, "sliding_attention")?];
+    said.finish()?;
+    Ok(both)
+}
+
 struct Reader<'a, 'b> {
     fields: &'a Fields<'b>,
     head_dim: usize,
@@ -60,6 +96,7 @@ struct Reader<'a, 'b> {
 impl Reader<'_, '_> {
     fn finished(&self, said: &Fields<'_>) -> Result<Rotary> {
         let rotary = self.rotary(Some(said))?;
+        said.harmless(self.defaults.own);
         said.finish()?;
         Ok(rotary)
     }
@@ -123,6 +160,8 @@ impl Reader<'_, '_> {
                 trained: self.trained(said)?,
             },
             "yarn" => {
+                // Whether the model was trained so; it is computed so anyway.
+                said.harmless(&["finetuned"]);
                 let trained = self.trained(said)?;
                 let factor = match said.optional_number("factor")? {
                     Some(factor) => positive("factor", factor)?,

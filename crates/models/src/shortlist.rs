@@ -177,7 +177,7 @@ mod tests {
         )
         .unwrap();
         let equal = Tensor::full([VOCABULARY, 64], 0.25, DType::F32, &device).unwrap();
-        let head = model.head().read().unwrap();
+        let head = model.plain_head().unwrap().read().unwrap();
         // SAFETY: nothing runs yet, so nobody else looks at the values.
         device.backend().copy(&equal, unsafe { ferrospeed_tensor::Out::vouched(&head) }).unwrap();
         drop(head);

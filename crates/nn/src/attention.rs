@@ -1,7 +1,16 @@
 //! Multi-head attention: projections, rotary, masks, grouped heads, and a key/value cache for decoding.
+//!
+//! Scores that a device's kernels do not know, capped ones and those beside sinks, are composed of products ([`composed`]).
+
+mod composed;
+mod latent;
 
 use ferrospeed_tensor::ops::{self, AttentionOptions, PackedHeads, WeightLayout};
-use ferrospeed_tensor::{DType, Device, Documents, Pages, Result, Tensor, TensorError, profile};
+use ferrospeed_tensor::{
+    DType, Device, Documents, Operand, Pages, Param, Result, Tensor, TensorError, profile,
+};
+
+pub use latent::{LatentHeads, LatentProjections, LatentQuery};
 
 use crate::Mode;
 use crate::linear::Linear;
@@ -37,6 +46,10 @@ pub enum HeadProjections {
     Packed(Linear, PackedHeads),
     /// One layer makes the queries of all heads, then keys and values, of which there may be fewer.
     Grouped(Linear),
+    /// One layer makes, for each key head, the queries that read it, its keys and its values.
+    ByKeyHead(Linear),
+    /// By way of latents.
+    Latent(Box<LatentProjections>),
     /// One layer each.
     Separate {
         /// Queries.
@@ -55,6 +68,8 @@ pub struct Visibility {
     pub key_mask: Option<Tensor>,
     /// Rotary tables for the new tokens.
     pub rotary: Option<RotaryTable>,
+    /// Those of layers that turn otherwise ([`Turning::Locally`]).
+    pub local_rotary: Option<RotaryTable>,
     /// ALiBi slopes `[heads]`.
     pub alibi_slopes: Option<Tensor>,
     /// ALiBi key positions `[batch, keys]`.
@@ -81,6 +96,45 @@ impl Visibility {
     }
 }
 
+/// By which tables a layer turns its queries and keys, where a pass has such.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Turning {
+    /// By those of the model.
+    #[default]
+    Usually,
+    /// By those that some layers have for themselves, such as the ones that see a window.
+    Locally,
+    /// By none.
+    Never,
+}
+
+/// What multiplies what the heads have mixed, before the output's layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OutputGate {
+    /// Nothing.
+    #[default]
+    None,
+    /// The sigmoid of as many channels as a query has, which the query's layer makes behind it, head by head. For separate
+    /// projections.
+    BesideQueries,
+}
+
+/// What few models do to the scores of their attention; by default nothing.
+#[derive(Debug, Clone, Default)]
+pub struct Scores {
+    /// Scores are `cap·tanh(score/cap)`, so none is larger.
+    pub cap: Option<f32>,
+    /// `[heads]`: a score of nobody's, which takes its share of the weights and gives nothing.
+    pub sinks: Option<Param>,
+}
+
+impl Scores {
+    /// Whether a device's kernels know them.
+    fn are_plain(&self) -> bool {
+        self.cap.is_none() && self.sinks.is_none()
+    }
+}
+
 /// Multi-head attention with an output projection.
 #[derive(Debug, Clone)]
 pub struct MultiHeadAttention {
@@ -88,8 +142,11 @@ pub struct MultiHeadAttention {
     output: Linear,
     config: AttentionConfig,
     head_norms: Option<[RmsNorm; 2]>,
-    /// Whether queries and keys turn where a pass has rotary tables.
-    turns: bool,
+    turning: Turning,
+    scores: Scores,
+    /// Queries, keys and values stay within this and its negative.
+    clip: Option<f32>,
+    output_gate: OutputGate,
     /// Which blocks of whole sequences see each other, where not all do.
     layouts: Option<LayerLayouts>,
 }
@@ -127,6 +184,21 @@ impl KeyValueCache {
         KeyValueCache::new(blocks, block_tokens, config, dtype, device)
     }
 
+    /// What a layer in linear time keeps of its texts: the inputs of the last few tokens, and a memory.
+    pub(crate) fn of_memory(before: Tensor, memory: Tensor) -> KeyValueCache {
+        KeyValueCache { keys: before, values: memory, filled: 0 }
+    }
+
+    /// Both.
+    pub(crate) fn memory(&self) -> [&Tensor; 2] {
+        [&self.keys, &self.values]
+    }
+
+    /// What is kept after `tokens` more.
+    pub(crate) fn remember(&mut self, before: Tensor, memory: Tensor, tokens: usize) {
+        *self = KeyValueCache { keys: before, values: memory, filled: self.filled + tokens };
+    }
+
     /// Where it lies.
     pub fn device(&self) -> &Device {
         self.keys.device()
@@ -150,8 +222,12 @@ impl KeyValueCache {
         options: &AttentionOptions,
     ) -> Result<Tensor> {
         let caches = [&mut self.keys, &mut self.values];
-        match rotary {
-            Some(table) => ops::attention_paged_turned([q, k, v], caches, pages, &table.turn(), options),
+        match rotary.map(|table| (table, table.turn())) {
+            Some((_, Some(turn))) => ops::attention_paged_turned([q, k, v], caches, pages, &turn, options),
+            Some((table, None)) => {
+                let (q, k) = (table.rotate_queries(q)?, table.rotate(k)?);
+                ops::attention_paged([&q, &k, &v], caches, pages, options)
+            }
             None => ops::attention_paged([&q, &k, &v], caches, pages, options),
         }
     }
@@ -215,7 +291,17 @@ impl MultiHeadAttention {
             kv_heads: (config.kv_heads / ranks).max(1),
             ..config
         };
-        MultiHeadAttention { projections, output, config, head_norms: None, turns: true, layouts: None }
+        MultiHeadAttention {
+            projections,
+            output,
+            config,
+            head_norms: None,
+            turning: Turning::Usually,
+            scores: Scores::default(),
+            clip: None,
+            output_gate: OutputGate::None,
+            layouts: None,
+        }
     }
 
     /// Normalises queries and keys before they are rotated: each head by itself where the norms have its width, all heads
@@ -225,9 +311,24 @@ impl MultiHeadAttention {
         self
     }
 
-    /// Leaves queries and keys as they are where other layers of the model turn theirs.
-    pub fn without_rotary(self) -> MultiHeadAttention {
-        MultiHeadAttention { turns: false, ..self }
+    /// Turns queries and keys otherwise than most layers do.
+    pub fn with_turning(self, turning: Turning) -> MultiHeadAttention {
+        MultiHeadAttention { turning, ..self }
+    }
+
+    /// With scores that are more than products.
+    pub fn with_scores(self, scores: Scores) -> MultiHeadAttention {
+        MultiHeadAttention { scores, ..self }
+    }
+
+    /// With a gate before the output's layer.
+    pub fn with_output_gate(self, output_gate: OutputGate) -> MultiHeadAttention {
+        MultiHeadAttention { output_gate, ..self }
+    }
+
+    /// Keeps what projections make of the input within `limit` and its negative.
+    pub fn with_clip(self, limit: Option<f32>) -> MultiHeadAttention {
+        MultiHeadAttention { clip: limit, ..self }
     }
 
     /// Attends over the blocks of a layout alone, or over all again; passes with a cache see all that is cached.
@@ -244,7 +345,16 @@ impl MultiHeadAttention {
 
     /// The tables by which this layer turns.
     fn rotary<'a>(&self, visibility: &'a Visibility) -> Option<&'a RotaryTable> {
-        visibility.rotary.as_ref().filter(|_| self.turns)
+        match self.turning {
+            Turning::Usually => visibility.rotary.as_ref(),
+            Turning::Locally => visibility.local_rotary.as_ref(),
+            Turning::Never => None,
+        }
+    }
+
+    /// Whether its scores are composed of products, as no kernel of the device knows them. A pass knows its place on the host then.
+    pub fn is_composed(&self, device: &Device) -> bool {
+        !self.scores.are_plain() && !device.backend().shapes_scores()
     }
 
     /// Its numbers; of the heads, those that this rank has.
@@ -261,7 +371,10 @@ impl MultiHeadAttention {
         mode: Mode,
     ) -> Result<Tensor> {
         let first = match &self.projections {
-            HeadProjections::Packed(qkv, _) | HeadProjections::Grouped(qkv) => qkv.weight(),
+            HeadProjections::Packed(qkv, _)
+            | HeadProjections::Grouped(qkv)
+            | HeadProjections::ByKeyHead(qkv) => qkv.weight(),
+            HeadProjections::Latent(latent) => latent.inwards.weight(),
             HeadProjections::Separate { query, .. } => query.weight(),
         };
         let slices = self.output.summed_over();
@@ -298,6 +411,8 @@ impl MultiHeadAttention {
             alibi_positions: visibility.alibi_positions.clone(),
             dropout: if mode == Mode::Train { self.config.dropout } else { 0.0 },
             documents: visibility.documents.clone(),
+            score_cap: self.scores.cap,
+            sinks: self.scores.sinks.as_ref().map(Operand::from),
             ..Default::default()
         };
         let (batch, tokens) = (x.sizes()[0], x.sizes()[1]);
@@ -311,14 +426,19 @@ impl MultiHeadAttention {
                 "a cache holds one text for each sequence, and this pass has several documents".to_owned();
             return Err(TensorError::BadArgument { op: "key/value cache", what });
         }
-        if let (HeadProjections::Packed(qkv, layout), None, None, None) =
-            (&self.projections, rotary, &cache, &visibility.sequence)
+        if self.is_composed(x.device()) {
+            return self.attend_composed(x, visibility, cache, &options);
+        }
+        // What is between the projection and the scores needs them apart.
+        let together = (rotary.is_none() && self.clip.is_none()).then_some(&self.projections);
+        if let (Some(HeadProjections::Packed(qkv, layout)), None, None) =
+            (together, &cache, &visibility.sequence)
         {
             let mixed = ops::attention_packed(&qkv.forward(x)?, self.config.heads, *layout, &options)?;
             return self.output.forward(&mixed);
         }
-        if let (HeadProjections::Packed(qkv, layout), None, Some(cache), None) =
-            (&self.projections, rotary, &mut cache, &visibility.pages)
+        if let (Some(HeadProjections::Packed(qkv, layout)), Some(cache), None) =
+            (together, &mut cache, &visibility.pages)
         {
             if let Some(place) = &visibility.place {
                 let (qkv, caches) = (qkv.forward(x)?, [&mut cache.keys, &mut cache.values]);
@@ -341,13 +461,13 @@ impl MultiHeadAttention {
             cache.filled += tokens;
             return self.output.forward(&mixed);
         }
-        let [q, k, v] = self.project(x, batch, tokens)?;
+        let ([q, k, v], gate) = self.project(x, batch, tokens)?;
         if let (Some(cache), Some(pages)) = (&mut cache, &visibility.pages) {
             let mixed = cache.attend_paged([q, k, v], pages, rotary, &options)?;
-            return self.output.forward(&ops::reshape(&mixed, [batch, tokens, self.width()])?);
+            return self.joined(&mixed, gate.as_ref());
         }
         let (q, k) = match rotary {
-            Some(table) => (table.rotate(q)?, table.rotate(k)?),
+            Some(table) => (table.rotate_queries(q)?, table.rotate(k)?),
             None => (q, k),
         };
         let mixed = match (cache, &visibility.place) {
@@ -363,12 +483,60 @@ impl MultiHeadAttention {
                 None => ops::attention(&q, &k, &v, &options)?,
             },
         };
-        self.output.forward(&ops::reshape(&mixed, [batch, tokens, self.width()])?)
+        self.joined(&mixed, gate.as_ref())
+    }
+
+    /// Where no kernel knows its scores. It refuses what those who do not have kernels for it would have to be told.
+    fn attend_composed(
+        &self,
+        x: &Tensor,
+        visibility: &Visibility,
+        cache: Option<&mut KeyValueCache>,
+        options: &AttentionOptions,
+    ) -> Result<Tensor> {
+        if visibility.sequence.is_some() || options.blocks.is_some() || visibility.place.is_some() {
+            let what = "scores with a cap or sinks are composed of products on this device, which know neither ranks that share \
+                        sequences, nor layouts of blocks, nor recorded steps";
+            return Err(TensorError::argument("attention", what));
+        }
+        let (batch, tokens) = (x.sizes()[0], x.sizes()[1]);
+        let ([q, k, v], gate) = self.project(x, batch, tokens)?;
+        let (q, k) = match self.rotary(visibility) {
+            Some(table) => (table.rotate_queries(q)?, table.rotate(k)?),
+            None => (q, k),
+        };
+        let mixed = match (cache, &visibility.pages) {
+            (Some(cache), Some(pages)) => {
+                composed::paged([&q, &k, &v], [&mut cache.keys, &mut cache.values], pages, options)?
+            }
+            (Some(cache), None) => {
+                cache.append(&k, &v)?;
+                let known = |tensor: &Tensor| ops::narrow(tensor, 1, 0, cache.filled);
+                composed::attention([&q, &known(&cache.keys)?, &known(&cache.values)?], options)?
+            }
+            (None, _) => composed::attention([&q, &k, &v], options)?,
+        };
+        self.joined(&mixed, gate.as_ref())
     }
 
     /// Channels of all heads.
     fn width(&self) -> usize {
         self.config.heads * self.config.head_dim
+    }
+
+    /// What heads `[batch, tokens, heads, channels]` have mixed, side by side, through the output's layer.
+    fn joined(&self, mixed: &Tensor, gate: Option<&Tensor>) -> Result<Tensor> {
+        let (batch, tokens) = (mixed.sizes()[0], mixed.sizes()[1]);
+        let gated = gate.map(|gate| ops::mul(mixed, &ops::sigmoid(gate)?)).transpose()?;
+        let mixed = gated.as_ref().unwrap_or(mixed);
+        if let HeadProjections::Latent(latent) = &self.projections
+            && latent.heads.value < self.config.head_dim
+        {
+            let value = latent.heads.value;
+            let own = ops::narrow(mixed, 3, 0, value)?;
+            return self.output.forward(&ops::reshape(&own, [batch, tokens, self.config.heads * value])?);
+        }
+        self.output.forward(&ops::reshape(mixed, [batch, tokens, self.width()])?)
     }
 
     /// `x + forward(norm(x))` for few rows `[1, rows, width]` over pages, where the device has kernels for that and nothing is
@@ -385,6 +553,9 @@ impl MultiHeadAttention {
         let plain = query.layout() == WeightLayout::OutIn
             && self.output.summed_over().is_none()
             && self.head_norms.is_none()
+            && self.clip.is_none()
+            && self.output_gate == OutputGate::None
+            && self.scores.are_plain()
             && ![query, key, value, &self.output].iter().any(|layer| layer.stands_alone());
         let Some(norm) = norm.of_few_rows().filter(|_| plain) else { return Ok(None) };
         let layers = [query, key, value].map(Linear::operands);
@@ -426,7 +597,63 @@ impl MultiHeadAttention {
         }
     }
 
-    fn project(&self, x: &Tensor, batch: usize, tokens: usize) -> Result<[Tensor; 3]> {
+    /// Queries, keys and values of `x` as heads, not yet turned, and what gates the output.
+    fn project(&self, x: &Tensor, batch: usize, tokens: usize) -> Result<([Tensor; 3], Option<Tensor>)> {
+        let ([q, k, v], gate) = self.projected(x, batch, tokens)?;
+        let Some(limit) = self.clip else { return Ok(([q, k, v], gate)) };
+        let bound = |limit: f32| Tensor::full([], limit, x.dtype(), x.device());
+        let (low, high) = (bound(-limit)?, bound(limit)?);
+        let clipped = |x: &Tensor| ops::minimum(&ops::maximum(x, &low)?, &high);
+        Ok(([clipped(&q)?, clipped(&k)?, clipped(&v)?], gate))
+    }
+
+    fn projected(&self, x: &Tensor, batch: usize, tokens: usize) -> Result<([Tensor; 3], Option<Tensor>)> {
+        let HeadProjections::Separate { query, key, value } = &self.projections else {
+            return Ok((self.projected_together(x, batch, tokens)?, None));
+        };
+        let [query, key, value] = match [query, key, value] {
+            layers if layers.iter().any(|layer| layer.stands_alone()) => {
+                [query.forward(x)?, key.forward(x)?, value.forward(x)?]
+            }
+            layers => ops::linears(x, layers.map(Linear::operands), query.layout())?,
+        };
+        let AttentionConfig { heads, head_dim, .. } = self.config;
+        let (query, gate) = match self.output_gate {
+            OutputGate::None => (query, None),
+            OutputGate::BesideQueries => {
+                let both = ops::reshape(&query, [batch, tokens, heads, 2 * head_dim])?;
+                let parts = ops::split(&both, 3, &[head_dim, head_dim])?;
+                (ops::reshape(&parts[0], [batch, tokens, heads * head_dim])?, Some(parts[1].clone()))
+            }
+        };
+        Ok((self.normed_heads([query, key, value], batch, tokens)?, gate))
+    }
+
+    /// Queries, keys and values of layers of their own as heads, normalised where they are.
+    fn normed_heads(
+        &self,
+        [query, key, value]: [Tensor; 3],
+        batch: usize,
+        tokens: usize,
+    ) -> Result<[Tensor; 3]> {
+        let Some([of_query, of_key]) = &self.head_norms else { return self.heads([query, key, value]) };
+        let dim = self.config.head_dim;
+        let heads = |mut flat: Tensor, count: usize, norm: Option<&RmsNorm>| {
+            let per_head = norm.filter(|norm| norm.width() == dim);
+            if let (Some(norm), None) = (norm, per_head) {
+                flat = norm.forward(&flat)?;
+            }
+            let split = ops::reshape(&flat, [batch, tokens, count, dim])?;
+            per_head.map_or(Ok(split.clone()), |norm| norm.forward(&split))
+        };
+        Ok([
+            heads(query, self.config.heads, Some(of_query))?,
+            heads(key, self.config.kv_heads, Some(of_key))?,
+            heads(value, self.config.kv_heads, None)?,
+        ])
+    }
+
+    fn projected_together(&self, x: &Tensor, batch: usize, tokens: usize) -> Result<[Tensor; 3]> {
         match &self.projections {
             HeadProjections::Packed(qkv, layout) => {
                 ops::split_heads(&qkv.forward(x)?, self.config.heads, *layout)
@@ -438,32 +665,18 @@ impl MultiHeadAttention {
                     TensorError::argument("attention", "three parts are queries, keys and values")
                 })?)
             }
-            HeadProjections::Separate { query, key, value } => {
-                let dim = self.config.head_dim;
-                let [of_query, of_key] =
-                    self.head_norms.as_ref().map_or([None, None], |[query, key]| [Some(query), Some(key)]);
-                let [query, key, value] = match [query, key, value] {
-                    layers if layers.iter().any(|layer| layer.stands_alone()) => {
-                        [query.forward(x)?, key.forward(x)?, value.forward(x)?]
-                    }
-                    layers => ops::linears(x, layers.map(Linear::operands), query.layout())?,
-                };
-                if self.head_norms.is_none() {
-                    return self.heads([query, key, value]);
-                }
-                let heads = |mut flat: Tensor, count: usize, norm: Option<&RmsNorm>| {
-                    let per_head = norm.filter(|norm| norm.width() == dim);
-                    if let (Some(norm), None) = (norm, per_head) {
-                        flat = norm.forward(&flat)?;
-                    }
-                    let split = ops::reshape(&flat, [batch, tokens, count, dim])?;
-                    per_head.map_or(Ok(split.clone()), |norm| norm.forward(&split))
-                };
-                Ok([
-                    heads(query, self.config.heads, of_query)?,
-                    heads(key, self.config.kv_heads, of_key)?,
-                    heads(value, self.config.kv_heads, None)?,
-                ])
+            HeadProjections::Latent(latent) => latent.project(x, self.config.heads),
+            HeadProjections::ByKeyHead(qkv) => {
+                let AttentionConfig { heads, kv_heads, head_dim, .. } = self.config;
+                let of_key = heads / kv_heads;
+                let apart = ops::reshape(&qkv.forward(x)?, [batch, tokens, kv_heads, of_key + 2, head_dim])?;
+                let parts = ops::split(&apart, 3, &[of_key, 1, 1])?;
+                self.heads(parts.try_into().map_err(|_| {
+                    TensorError::argument("attention", "three parts are queries, keys and values")
+                })?)
+            }
+            HeadProjections::Separate { .. } => {
+                Err(TensorError::argument("attention", "layers of their own make nothing together"))
             }
         }
     }

@@ -26,6 +26,7 @@ pub mod activation_bits;
 pub mod adapter;
 mod attention;
 mod conv;
+mod delta_net;
 mod embedding;
 mod init;
 pub mod layer_drop;
@@ -44,16 +45,18 @@ pub mod token_drop;
 mod transformer_layer;
 
 pub use attention::{
-    AttentionConfig, AttentionState, HeadProjections, KeyValueCache, MultiHeadAttention, Visibility,
+    AttentionConfig, AttentionState, HeadProjections, KeyValueCache, LatentHeads, LatentProjections,
+    LatentQuery, MultiHeadAttention, OutputGate, Scores, Turning, Visibility,
 };
 pub use conv::{Conv2d, Conv2dOptions};
+pub use delta_net::{DeltaNetConfig, DeltaNetInputs, GatedDeltaNet};
 pub use embedding::Embedding;
 pub use init::{Holder, Init, LayerState, Parameters};
 pub use linear::Linear;
 pub use mlp::{GatedMlp, Mlp, PackedGatedMlp};
 pub use moe::{Expert, Experts, Mixed, Moe, MoeConfig};
 pub use norm::{LayerNorm, Norm, NormConfig, RmsNorm};
-pub use rotary::{Rotary, RotaryScaling, RotaryTable};
+pub use rotary::{QueryGrowth, Rotary, RotaryScaling, RotaryTable};
 pub use sequence::{SequenceMethod, SequenceParallel, SequencePart};
 pub use sequential::{Dropout, Module, Sequential};
 pub use stages::{Carried, Layer, Stages, Trained};

@@ -7,25 +7,30 @@ use ferrospeed_tensor::{DType, Initializer, Operand, Param, Result, Slice, Tenso
 use crate::init::Init;
 use crate::tensor_parallel::Cut;
 
-/// Layer norm with weight and bias.
+/// Layer norm with weight and bias, or with fewer of them.
 #[derive(Debug, Clone)]
 pub struct LayerNorm {
-    affine: Option<(Param, Param)>,
+    weight: Option<Param>,
+    bias: Option<Param>,
     eps: f32,
 }
 
 impl LayerNorm {
     /// Over a last dimension of `width`; `affine` gives it weight and bias.
     pub fn new(init: &Init, width: usize, eps: f32, affine: bool) -> LayerNorm {
-        let affine = affine.then(|| {
-            let weight = init.param("weight", [width], Initializer::Constant(1.0));
-            (weight, init.param("bias", [width], Initializer::Constant(0.0)))
-        });
-        LayerNorm { affine, eps }
+        let weight = affine.then(|| init.param("weight", [width], Initializer::Constant(1.0)));
+        let bias = affine.then(|| init.param("bias", [width], Initializer::Constant(0.0)));
+        LayerNorm { weight, bias, eps }
+    }
+
+    /// The same with a weight and no bias.
+    pub fn without_bias(init: &Init, width: usize, eps: f32) -> LayerNorm {
+        let weight = init.param("weight", [width], Initializer::Constant(1.0));
+        LayerNorm { weight: Some(weight), bias: None, eps }
     }
 
     fn operands(&self) -> (Option<Operand>, Option<Operand>) {
-        self.affine.as_ref().map(|(weight, bias)| (Operand::from(weight), Operand::from(bias))).unzip()
+        (self.weight.as_ref().map(Operand::from), self.bias.as_ref().map(Operand::from))
     }
 
     /// The normalised input.
@@ -41,10 +46,20 @@ impl LayerNorm {
     }
 }
 
+/// What a norm's weight says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Gain {
+    /// By what channels are multiplied.
+    Whole,
+    /// What that is more than one: a new weight is zero, and decay draws the gain to one.
+    BeyondOne,
+}
+
 /// RMS norm with weight.
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
     weight: Param,
+    gain: Gain,
     eps: f32,
     /// The ranks that have stretches of what is normalised together.
     across: Option<Group>,
@@ -53,19 +68,30 @@ pub struct RmsNorm {
 impl RmsNorm {
     /// Over a last dimension of `width`; where a layer's outputs are cut so, each rank has its stretch of that dimension.
     pub fn new(init: &Init, width: usize, eps: f32) -> RmsNorm {
-        let ones = Initializer::Constant(1.0);
+        RmsNorm::with_gain(init, width, eps, Gain::Whole)
+    }
+
+    /// The same whose weight is what the gain has beyond one (Gemma).
+    pub fn beyond_one(init: &Init, width: usize, eps: f32) -> RmsNorm {
+        RmsNorm::with_gain(init, width, eps, Gain::BeyondOne)
+    }
+
+    fn with_gain(init: &Init, width: usize, eps: f32, gain: Gain) -> RmsNorm {
+        let start = Initializer::Constant(if gain == Gain::Whole { 1.0 } else { 0.0 });
         match init.slicing() {
             Some((slices, cut @ Cut::Outputs { .. })) => {
-                let weight = init.param_part("weight", [width], 0, cut, slices, ones);
-                RmsNorm { weight, eps, across: Some(slices.group().clone()) }
+                let weight = init.param_part("weight", [width], 0, cut, slices, start);
+                RmsNorm { weight, gain, eps, across: Some(slices.group().clone()) }
             }
-            _ => RmsNorm { weight: init.param("weight", [width], ones), eps, across: None },
+            _ => RmsNorm { weight: init.param("weight", [width], start), gain, eps, across: None },
         }
     }
 
-    /// Gain and what is added to the mean square, for ops that normalise on their way; `None` where ranks do it together.
+    /// Gain and what is added to the mean square, for ops that normalise on their way; `None` where ranks do it together, or the
+    /// weight is not the gain.
     pub(crate) fn operands(&self) -> Option<(Operand, f32)> {
-        self.across.is_none().then(|| (Operand::from(&self.weight), self.eps))
+        let is_plain = self.across.is_none() && self.gain == Gain::Whole;
+        is_plain.then(|| (Operand::from(&self.weight), self.eps))
     }
 
     /// Of the dimension it is over; where that is cut, of this rank's stretch.
@@ -75,9 +101,24 @@ impl RmsNorm {
 
     /// The normalised input.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        match &self.across {
-            Some(group) => self.forward_across(x, group),
-            None => ops::rms_norm(x, Some(Operand::from(&self.weight)), self.eps),
+        match (&self.across, self.gain) {
+            (Some(group), _) => self.forward_across(x, group),
+            (None, Gain::Whole) => ops::rms_norm(x, Some(Operand::from(&self.weight)), self.eps),
+            (None, Gain::BeyondOne) => {
+                // One more than a small number is no number of a small type: all of it is done in f32.
+                let gain = Operand::from(self.wide_gain()?);
+                let normed = ops::rms_norm(ops::cast(x, DType::F32)?, Some(gain), self.eps)?;
+                ops::cast(&normed, x.dtype())
+            }
+        }
+    }
+
+    /// The gain in f32.
+    fn wide_gain(&self) -> Result<Tensor> {
+        let weight = ops::cast(&self.weight, DType::F32)?;
+        match self.gain {
+            Gain::Whole => Ok(weight),
+            Gain::BeyondOne => ops::affine(&weight, 1.0, 1.0),
         }
     }
 
@@ -93,12 +134,15 @@ impl RmsNorm {
         rows[dim] = 1;
         let squares = ops::reshape(&all_reduce(&own, group)?, &rows)?;
         let normed = ops::div(&wide, &ops::sqrt(&ops::affine(&squares, 1.0, self.eps)?)?)?;
-        ops::mul(&ops::cast(&normed, x.dtype())?, &self.weight)
+        match self.gain {
+            Gain::Whole => ops::mul(&ops::cast(&normed, x.dtype())?, &self.weight),
+            Gain::BeyondOne => ops::cast(&ops::mul(&normed, &self.wide_gain()?)?, x.dtype()),
+        }
     }
 
     /// `(x + residual, norm(x + residual))`; without a residual, `x` and its norm.
     pub fn forward_add(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
-        if self.across.is_some() {
+        if self.across.is_some() || self.gain != Gain::Whole {
             let sum = residual.map_or_else(|| Ok(x.clone()), |residual| ops::add(x, residual))?;
             return Ok((sum.clone(), self.forward(&sum)?));
         }
@@ -116,8 +160,18 @@ pub enum NormConfig {
         /// Whether it has weight and bias.
         affine: bool,
     },
+    /// Layer norm with a weight and no bias.
+    LayerWithoutBias {
+        /// Added to the variance.
+        eps: f32,
+    },
     /// RMS norm.
     Rms {
+        /// Added to the mean square.
+        eps: f32,
+    },
+    /// RMS norm whose weight is what the gain has beyond one.
+    RmsBeyondOne {
         /// Added to the mean square.
         eps: f32,
     },
@@ -137,7 +191,9 @@ impl Norm {
     pub fn new(init: &Init, width: usize, config: NormConfig) -> Norm {
         match config {
             NormConfig::Layer { eps, affine } => Norm::Layer(LayerNorm::new(init, width, eps, affine)),
+            NormConfig::LayerWithoutBias { eps } => Norm::Layer(LayerNorm::without_bias(init, width, eps)),
             NormConfig::Rms { eps } => Norm::Rms(RmsNorm::new(init, width, eps)),
+            NormConfig::RmsBeyondOne { eps } => Norm::Rms(RmsNorm::beyond_one(init, width, eps)),
         }
     }
 

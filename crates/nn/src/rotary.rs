@@ -76,12 +76,30 @@ pub struct Rotary {
     pub interleaved: bool,
 }
 
+/// How queries grow with their place, so that they go on telling keys apart in long texts: by `1 + growth·ln(1 + ⌊p/trained⌋)`.
+/// (Nakanishi: "Scalable-Softmax is superior for attention", 2025.)
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QueryGrowth {
+    /// How strongly.
+    pub growth: f64,
+    /// The length the model was first trained on, up to which queries are as they are.
+    pub trained: usize,
+}
+
+impl QueryGrowth {
+    fn at(&self, position: usize) -> f64 {
+        1.0 + self.growth * ((position / self.trained.max(1)) as f64).ln_1p()
+    }
+}
+
 /// Cosines and sines `[batch or 1, tokens, dims/2]`.
 #[derive(Debug, Clone)]
 pub struct RotaryTable {
     cos: Tensor,
     sin: Tensor,
     interleaved: bool,
+    /// Those of queries, where they are longer than those of keys.
+    of_queries: Option<[Tensor; 2]>,
 }
 
 impl Rotary {
@@ -191,15 +209,38 @@ impl Rotary {
             };
             Tensor::from_slice(&values, shape, device)
         };
-        Ok(RotaryTable { cos: tensor(f64::cos)?, sin: tensor(f64::sin)?, interleaved: self.interleaved })
+        Ok(RotaryTable {
+            cos: tensor(f64::cos)?,
+            sin: tensor(f64::sin)?,
+            interleaved: self.interleaved,
+            of_queries: None,
+        })
+    }
+
+    /// The same whose queries grow with their place, where all channels of a head turn.
+    pub fn table_with_growth(
+        &self,
+        positions: &[Vec<usize>],
+        length: usize,
+        growth: Option<&QueryGrowth>,
+        device: &Device,
+    ) -> Result<RotaryTable> {
+        let table = self.table(positions, length, device)?;
+        let Some(growth) = growth else { return Ok(table) };
+        let factors: Vec<f32> =
+            positions.iter().flatten().map(|&position| growth.at(position) as f32).collect();
+        let rows = [positions.len(), positions.first().map_or(0, Vec::len), 1];
+        let factors = Tensor::from_slice(&factors, rows, device)?;
+        let grown = |table: &Tensor| ferrospeed_tensor::ops::mul(table, &factors);
+        let of_queries = Some([grown(&table.cos)?, grown(&table.sin)?]);
+        Ok(RotaryTable { of_queries, ..table })
     }
 }
 
 impl RotaryTable {
     /// The one row at `place`, an `I64` in the device's memory.
     pub fn at(&self, place: &Tensor) -> Result<RotaryTable> {
-        let row = |table: &Tensor| ferrospeed_tensor::ops::index_select(table, 1, place);
-        Ok(RotaryTable { cos: row(&self.cos)?, sin: row(&self.sin)?, interleaved: self.interleaved })
+        self.each(|table| ferrospeed_tensor::ops::index_select(table, 1, place))
     }
 
     /// Those of some tokens, as many of each sequence: `places` in one sequence, `rows` among the tokens of all.
@@ -211,16 +252,39 @@ impl RotaryTable {
             let taken = ferrospeed_tensor::ops::index_select(&flat, 0, chosen)?;
             ferrospeed_tensor::ops::reshape(&taken, [batch, chosen.numel() / batch, pairs])
         };
-        Ok(RotaryTable { cos: select(&self.cos)?, sin: select(&self.sin)?, interleaved: self.interleaved })
+        self.each(select)
     }
 
-    /// For ops that turn on their way.
-    pub(crate) fn turn(&self) -> Turn<'_> {
-        Turn { cos: &self.cos, sin: &self.sin, interleaved: self.interleaved }
+    /// The same of other rows.
+    fn each(&self, rows: impl Fn(&Tensor) -> Result<Tensor>) -> Result<RotaryTable> {
+        let of_queries = match &self.of_queries {
+            Some([cos, sin]) => Some([rows(cos)?, rows(sin)?]),
+            None => None,
+        };
+        Ok(RotaryTable {
+            cos: rows(&self.cos)?,
+            sin: rows(&self.sin)?,
+            interleaved: self.interleaved,
+            of_queries,
+        })
     }
 
-    /// Turns `x [batch, tokens, heads, dim]`, where it lies if nobody else sees it.
+    /// For ops that turn queries and keys alike on their way; `None` where they do not turn alike.
+    pub(crate) fn turn(&self) -> Option<Turn<'_>> {
+        let alike = self.of_queries.is_none();
+        alike.then_some(Turn { cos: &self.cos, sin: &self.sin, interleaved: self.interleaved })
+    }
+
+    /// Turns keys `[batch, tokens, heads, dim]`, where they lie if nobody else sees them.
     pub fn rotate(&self, x: Tensor) -> Result<Tensor> {
         ferrospeed_tensor::ops::rotary(x, &self.cos, &self.sin, self.interleaved)
+    }
+
+    /// The same of queries.
+    pub fn rotate_queries(&self, x: Tensor) -> Result<Tensor> {
+        match &self.of_queries {
+            Some([cos, sin]) => ferrospeed_tensor::ops::rotary(x, cos, sin, self.interleaved),
+            None => self.rotate(x),
+        }
     }
 }

@@ -10,6 +10,7 @@ use ferrospeed_tensor::random::{RandomKey, stream_of_name};
 use ferrospeed_tensor::{Device, Result, Tensor, ops};
 
 use crate::attention::Visibility;
+use crate::rotary::RotaryTable;
 
 /// How a pass drops tokens.
 #[derive(Debug, Clone, PartialEq)]
@@ -115,8 +116,9 @@ impl ChosenTokens {
             };
             table.as_ref().map(select).transpose()
         };
-        let rotary =
-            of_all.rotary.as_ref().map(|table| table.of_tokens(&self.places, &self.rows, self.batch));
+        let of_tokens = |table: &Option<RotaryTable>| {
+            table.as_ref().map(|table| table.of_tokens(&self.places, &self.rows, self.batch)).transpose()
+        };
         // Without positions of their own keys stand where they lie, which those that are left do not.
         let alibi_positions = match (&of_all.alibi_positions, &of_all.alibi_slopes) {
             (None, Some(_)) => Some(self.positions.clone()),
@@ -124,7 +126,8 @@ impl ChosenTokens {
         };
         Ok(Visibility {
             key_mask: of_keys(&of_all.key_mask)?,
-            rotary: rotary.transpose()?,
+            rotary: of_tokens(&of_all.rotary)?,
+            local_rotary: of_tokens(&of_all.local_rotary)?,
             alibi_positions,
             ..of_all.clone()
         })

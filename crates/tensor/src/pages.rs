@@ -302,6 +302,10 @@ pub struct PagedSpec<'a> {
     pub window: Option<usize>,
     /// ALiBi: `[heads]` slopes; `slope · key place` is added to the scores.
     pub alibi_slopes: Option<&'a Tensor>,
+    /// Scores are `cap·tanh(score/cap)` before anything is added to them.
+    pub score_cap: Option<f32>,
+    /// `[heads]` of f32: a score of nobody's beside those of the keys.
+    pub sinks: Option<&'a Tensor>,
     /// Cosines and sines `[1, rows, dim / 2]` by which queries and keys are still to be turned.
     pub turn: Option<[&'a Tensor; 2]>,
     /// The rows.

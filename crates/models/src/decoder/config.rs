@@ -1,12 +1,14 @@
 //! A decoder in numbers and names: all that differs between causal families.
 
 use ferrospeed_nn::tensor_parallel::Between;
-use ferrospeed_nn::{AttentionConfig, NormConfig, Rotary};
+use ferrospeed_nn::{
+    AttentionConfig, DeltaNetConfig, LatentHeads, NormConfig, OutputGate, QueryGrowth, Rotary, Turning,
+};
 use ferrospeed_tensor::ops::{PackedHeads, WeightLayout};
 use ferrospeed_tensor::{Activation, DType};
 
 use crate::error::{ModelError, Result};
-use crate::families::mixture::MixtureConfig;
+use crate::families::mixture::{ExpertKind, MixtureConfig};
 use crate::limits::{MAX_SIZE, Sizes};
 
 /// Where tokens get their places from.
@@ -32,6 +34,10 @@ pub enum QkvNames {
     Packed(&'static str, PackedHeads),
     /// One tensor: queries of all heads, then keys and values of perhaps fewer.
     Grouped(&'static str),
+    /// One tensor: for each key head the queries that read it, its keys and its values.
+    ByKeyHead(&'static str),
+    /// Latents, by the names that DeepSeek gave them.
+    Latent(LatentRanks),
     /// Three tensors.
     Separate([&'static str; 3]),
     /// Three tensors, with RMS norms on queries and keys.
@@ -42,7 +48,33 @@ pub enum QkvNames {
         norms: [&'static str; 2],
         /// Whether each head is normalised by itself.
         per_head: bool,
+        /// What gates the output.
+        gate: OutputGate,
     },
+}
+
+/// Layers of gated DeltaNet among those of attention.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LinearLayers {
+    /// Which layers they are.
+    pub layers: Vec<bool>,
+    /// Where each lies in its block.
+    pub name: &'static str,
+    /// Their numbers.
+    pub config: DeltaNetConfig,
+}
+
+/// The widths of latents, and of the heads that are made of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LatentRanks {
+    /// The latent of queries, where they have one.
+    pub query: Option<usize>,
+    /// The latent of keys and values.
+    pub key_value: usize,
+    /// Channels of a head.
+    pub heads: LatentHeads,
+    /// Whether the layers to the latents have biases.
+    pub bias: bool,
 }
 
 /// The feed-forward half.
@@ -78,8 +110,79 @@ pub enum Residual {
     PostNorm,
     /// Norm after attention and after feed-forward, before what they say joins the stream.
     BranchNorm,
+    /// A norm before each half, and one behind it before what it says joins the stream.
+    Sandwich,
     /// Attention and feed-forward side by side, each behind its own norm.
     Parallel,
+    /// The same behind one norm.
+    ParallelOneNorm,
+}
+
+/// By what a family multiplies its stream.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Factors {
+    /// The embedding.
+    pub embedding: EmbeddingFactor,
+    /// What each half of a block says, before it joins the stream.
+    pub branch: f32,
+    /// The last hidden state, and so the logits.
+    pub logits: f32,
+}
+
+/// By what embeddings are multiplied.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum EmbeddingFactor {
+    /// This.
+    Exact(f32),
+    /// This as a number of the model's type.
+    Rounded(f32),
+}
+
+impl EmbeddingFactor {
+    /// The factor in a model of this type.
+    pub fn of(self, dtype: DType) -> f32 {
+        match (self, dtype) {
+            (EmbeddingFactor::Rounded(factor), DType::BF16) => half::bf16::from_f32(factor).to_f32(),
+            (EmbeddingFactor::Rounded(factor), DType::F16) => half::f16::from_f32(factor).to_f32(),
+            (EmbeddingFactor::Exact(factor) | EmbeddingFactor::Rounded(factor), _) => factor,
+        }
+    }
+}
+
+impl Default for Factors {
+    /// Nothing is multiplied.
+    fn default() -> Factors {
+        Factors { embedding: EmbeddingFactor::Exact(1.0), branch: 1.0, logits: 1.0 }
+    }
+}
+
+/// What few families do to the scores of their attention; by default nothing.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ScoreRules {
+    /// Scores are `cap·tanh(score/cap)`.
+    pub cap: Option<f32>,
+    /// Queries, keys and values stay within this and its negative.
+    pub clip: Option<f32>,
+    /// The name of the scores of nobody's, one for each head.
+    pub sinks: Option<&'static str>,
+    /// Queries grow with their place.
+    pub growth: Option<QueryGrowth>,
+}
+
+/// What few families have of a head; by default a product and nothing else.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct HeadRules {
+    /// Logits are `cap·tanh(logit/cap)`.
+    pub cap: Option<f32>,
+    /// Whether the head has a bias.
+    pub bias: bool,
+}
+
+impl HeadRules {
+    /// Whether logits are a product and nothing else.
+    pub fn are_plain(&self) -> bool {
+        self.cap.is_none() && !self.bias
+    }
 }
 
 /// The order in which a family's reference implementation declares its parameters. It decides nothing here; DeepSpeed's flat
@@ -117,8 +220,10 @@ pub struct Names {
     pub blocks: &'static str,
     /// The norm of attention.
     pub norm1: &'static str,
-    /// The norm of the feed-forward.
+    /// The norm of the feed-forward; nobody's in [`Residual::ParallelOneNorm`].
     pub norm2: &'static str,
+    /// The norms behind attention and feed-forward, of [`Residual::Sandwich`].
+    pub branch_norms: Option<[&'static str; 2]>,
     /// Queries, keys, values.
     pub qkv: QkvNames,
     /// The attention output.
@@ -174,12 +279,22 @@ pub struct DecoderConfig {
     pub mlp_bias: bool,
     /// Multiplies the scores of each layer.
     pub scales: Vec<f32>,
-    /// Whether queries and keys of each layer turn, where positions are rotary.
-    pub turns: Vec<bool>,
+    /// Layers in linear time, where some are.
+    pub linear: Option<LinearLayers>,
+    /// How queries and keys of each layer turn, where positions are rotary.
+    pub turns: Vec<Turning>,
+    /// How those turn that turn locally.
+    pub local_rotary: Option<Rotary>,
     /// The window of each layer.
     pub windows: Vec<Option<usize>>,
+    /// What is done to scores.
+    pub scores: ScoreRules,
+    /// By what the stream is multiplied.
+    pub factors: Factors,
     /// Whether the head is the embedding.
     pub tied: bool,
+    /// What the head does besides its product.
+    pub head: HeadRules,
     /// Standard deviation of new weights.
     pub init_std: f32,
     /// Standard deviation of new output projections.
@@ -246,6 +361,12 @@ impl DecoderConfig {
     /// Whether layers can be cut into slices for so many ranks: heads and channels must divide evenly, tokens need not.
     pub fn check_slices(&self, ranks: usize, between: Between) -> Result<()> {
         let refuse = |why: String| Err(ModelError::Division { why });
+        if let Some(what) = self.undivided().filter(|_| ranks > 1) {
+            return refuse(format!(
+                "{} has {what}, which no slices are cut of yet; use ZeRO stages",
+                self.model_type
+            ));
+        }
         if !self.heads.is_multiple_of(ranks) {
             let (heads, fit) = (self.heads, divisors(self.heads));
             let why = format!(
@@ -260,7 +381,8 @@ impl DecoderConfig {
             );
             return refuse(why);
         }
-        if matches!(self.names.qkv, QkvNames::Grouped(_)) && !self.kv_heads.is_multiple_of(ranks) {
+        let together = matches!(self.names.qkv, QkvNames::Grouped(_) | QkvNames::ByKeyHead(_));
+        if together && !self.kv_heads.is_multiple_of(ranks) {
             let (heads, fit) = (self.kv_heads, divisors(self.kv_heads));
             let why = format!(
                 "{heads} key/value heads, which lie in one tensor with the queries, cannot be shared by {ranks} ranks; {fit} ranks fit"
@@ -294,10 +416,28 @@ impl DecoderConfig {
         Ok(())
     }
 
+    /// What of it cannot be cut into slices.
+    fn undivided(&self) -> Option<&'static str> {
+        match self {
+            _ if self.head.bias => Some("a head with a bias"),
+            _ if self.head.cap.is_some() => Some("capped logits"),
+            _ if self.scores.sinks.is_some() => Some("attention sinks"),
+            _ if matches!(self.names.qkv, QkvNames::Latent(_)) => Some("latent attention"),
+            _ if self.linear.is_some() => Some("layers in linear time"),
+            _ if matches!(self.names.qkv, QkvNames::Normed { gate: OutputGate::BesideQueries, .. }) => {
+                Some("gated attention")
+            }
+            _ => None,
+        }
+    }
+
     /// Whether experts can be spread over so many ranks.
     pub fn check_experts(&self, ranks: usize) -> Result<()> {
         let why = match &self.feed_forward {
             _ if ranks == 1 => return Ok(()),
+            FeedForward::Mixture(MixtureConfig { kind: ExpertKind::Clamped { .. }, .. }) => {
+                "experts whose parameters lie stacked are not spread over ranks yet".to_owned()
+            }
             FeedForward::Mixture(mixture) if mixture.experts.is_multiple_of(ranks) => return Ok(()),
             FeedForward::Mixture(mixture) => {
                 let (experts, fit) = (mixture.experts, divisors(mixture.experts));
@@ -308,6 +448,11 @@ impl DecoderConfig {
             }
         };
         Err(ModelError::Division { why })
+    }
+
+    /// Whether a layer is one in linear time.
+    pub fn is_linear(&self, layer: usize) -> bool {
+        self.linear.as_ref().is_some_and(|linear| linear.layers.get(layer).copied().unwrap_or(false))
     }
 
     pub(crate) fn attention(&self, layer: usize) -> AttentionConfig {

@@ -9,7 +9,7 @@ use std::cell::{Cell, RefCell};
 use ferrospeed_nn::Mode;
 use ferrospeed_nn::activation_bits::input_of;
 use ferrospeed_tensor::backend::{Binary, LossGradient};
-use ferrospeed_tensor::ops::{self, CrossEntropyOptions, RowLoss, WeightLayout};
+use ferrospeed_tensor::ops::{self, CrossEntropyOptions, RowLoss};
 use ferrospeed_tensor::{DType, Device, Operand, Out, Tensor, TensorError, autograd};
 
 use super::labels::next_labels;
@@ -78,7 +78,7 @@ impl Decoder {
     }
 
     fn row_losses(&self, hidden: &Tensor, next: &Tensor, of: &Rowwise) -> Result<Tensor> {
-        self.as_head(|| Ok(ops::linear_cross_entropy(hidden, &self.head, WeightLayout::OutIn, next, of)?))
+        self.as_head(|| self.head_loss(hidden, next, of))
     }
 }
 

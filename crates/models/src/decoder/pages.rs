@@ -9,9 +9,7 @@ use ferrospeed_nn::tensor_parallel;
 use ferrospeed_nn::{AttentionState, KeyValueCache, Mode, Visibility};
 use ferrospeed_tensor::ops::WeightLayout;
 use ferrospeed_tensor::packed::BLOCK;
-use ferrospeed_tensor::{
-    Device, PackedBits, Packing, PagedRows, Pages, Param, Tensor, autograd, ops, rows_alone,
-};
+use ferrospeed_tensor::{Device, PackedBits, Packing, PagedRows, Pages, Param, Tensor, autograd, rows_alone};
 
 use super::block::Block;
 use super::config::Positions;
@@ -21,16 +19,25 @@ use crate::error::{ModelError, Result};
 impl Decoder {
     /// An empty cache of `blocks` blocks of `block_tokens` tokens.
     pub fn new_pages(&self, blocks: usize, block_tokens: usize, device: &Device) -> Result<AttentionState> {
+        if self.config.linear.is_some() {
+            let why = format!(
+                "a {} keeps a memory of each text in layers of linear time, which pages do not hold yet; write with `generate`, \
+                 one batch at a time",
+                self.config.model_type
+            );
+            return Err(ModelError::config("model_type", why));
+        }
         let layer = |block: &Block| {
-            KeyValueCache::paged(blocks, block_tokens, block.attention_config(), self.dtype(), device)
+            let config = block.attention_config()?;
+            Some(KeyValueCache::paged(blocks, block_tokens, config, self.dtype(), device))
         };
-        Ok(AttentionState { layers: self.blocks.iter().map(layer).collect::<Result<_, _>>()? })
+        Ok(AttentionState { layers: self.blocks.iter().filter_map(layer).collect::<Result<_, _>>()? })
     }
 
     /// How a parameter is held in so many bits, if it may: the weight of a linear layer. Tables that are looked up and routers,
     /// which choose among experts by small differences, stay whole.
     pub fn packing(&self, param: &Param, bits: PackedBits) -> Option<Packing> {
-        let is_router = param.name().ends_with(".gate.weight");
+        let is_router = [".gate.weight", ".router.weight"].iter().any(|name| param.name().ends_with(name));
         // Heads lie as `[outputs, inputs]` in every family.
         let layout = if param.name() == self.head.name() { WeightLayout::OutIn } else { self.config.layout };
         let inputs = match (param.shape().sizes(), layout) {
@@ -43,13 +50,13 @@ impl Decoder {
 
     /// Bytes of the cache that a token takes on this rank.
     pub fn page_bytes_per_token(&self) -> usize {
-        let of_block = |block: &Block| block.attention_config().kv_heads * block.attention_config().head_dim;
+        let of_block = |block: &Block| block.attention_config().map_or(0, |own| own.kv_heads * own.head_dim);
         2 * self.blocks.iter().map(of_block).sum::<usize>() * self.dtype().size_bytes()
     }
 
     /// How many of this rank's heads read the same keys.
     fn heads_per_key(&self) -> usize {
-        let config = self.blocks.first().map(Block::attention_config);
+        let config = self.blocks.iter().find_map(Block::attention_config);
         config.map_or(1, |config| config.heads / config.kv_heads)
     }
 
@@ -75,9 +82,7 @@ impl Decoder {
                 let places: Vec<i64> = places.iter().map(|place| (place + offset) as i64).collect();
                 table_rows = Some(Tensor::from_slice(&places, [1, places.len()], &device)?);
             }
-            Positions::Rotary(rotary) => {
-                visibility.rotary = Some(rotary.table(&[places], longest, &device)?)
-            }
+            Positions::Rotary(rotary) => self.turn(&mut visibility, rotary, &[places], longest, &device)?,
             Positions::Alibi => visibility.alibi_slopes = Some(self.slopes(&device)?),
         }
         let places = Places { rows: table_rows, visibility };
@@ -94,7 +99,7 @@ impl Decoder {
         autograd::no_grad(|| {
             rows_alone(|| match &self.slices {
                 Some(slices) => {
-                    let own = self.as_head(|| ops::linear(hidden, &self.head, None, WeightLayout::OutIn))?;
+                    let own = self.own_logits(hidden)?;
                     Ok(tensor_parallel::joined_entries(&own, self.config.vocab, slices)?)
                 }
                 None => self.logits(hidden),

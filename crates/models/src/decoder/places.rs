@@ -1,6 +1,6 @@
 //! Where tokens stand: positions, masks, rotary tables and ALiBi slopes of a pass.
 
-use ferrospeed_nn::{RotaryTable, Visibility};
+use ferrospeed_nn::{Rotary, RotaryTable, Visibility};
 use ferrospeed_tensor::{Device, Documents, Pages, Tensor};
 
 use super::config::Positions;
@@ -11,7 +11,10 @@ impl Decoder {
     /// What a decoding step has to be told of its place: tables over all places, to look up on the device. `None` where a
     /// step depends on more than its place.
     pub(crate) fn step_tables(&self, capacity: usize, device: &Device) -> Result<Option<StepTables>> {
-        let mut tables = StepTables { row_offset: 0, rotary: None, alibi_slopes: None };
+        let mut tables = StepTables { row_offset: 0, rotary: None, local_rotary: None, alibi_slopes: None };
+        if self.blocks.iter().any(|block| block.is_composed(device) || block.linear().is_some()) {
+            return Ok(None);
+        }
         match &self.config.positions {
             Positions::Learned { offset, .. } => tables.row_offset = *offset,
             // The frequencies change with the length.
@@ -19,7 +22,9 @@ impl Decoder {
                 return Ok(None);
             }
             Positions::Rotary(rotary) => {
-                tables.rotary = Some(rotary.table(&[(0..capacity).collect()], capacity, device)?);
+                let mut all = Visibility::default();
+                self.turn(&mut all, rotary, &[(0..capacity).collect()], capacity, device)?;
+                (tables.rotary, tables.local_rotary) = (all.rotary, all.local_rotary);
             }
             Positions::Alibi => tables.alibi_slopes = Some(self.slopes(device)?),
         }
@@ -111,6 +116,23 @@ impl Decoder {
             .collect())
     }
 
+    /// Gives a pass its rotary tables.
+    pub(super) fn turn(
+        &self,
+        visibility: &mut Visibility,
+        rotary: &Rotary,
+        positions: &[Vec<usize>],
+        length: usize,
+        device: &Device,
+    ) -> Result<()> {
+        let growth = self.config.scores.growth.as_ref();
+        visibility.rotary = Some(rotary.table_with_growth(positions, length, growth, device)?);
+        if let Some(local) = &self.config.local_rotary {
+            visibility.local_rotary = Some(local.table_with_growth(positions, length, growth, device)?);
+        }
+        Ok(())
+    }
+
     pub(super) fn visibility(
         &self,
         tokens: &Tokens,
@@ -126,7 +148,7 @@ impl Decoder {
         let mut visibility = Visibility { key_mask, ..Default::default() };
         match &self.config.positions {
             Positions::Learned { .. } => {}
-            Positions::Rotary(rotary) => visibility.rotary = Some(rotary.table(positions, length, device)?),
+            Positions::Rotary(rotary) => self.turn(&mut visibility, rotary, positions, length, device)?,
             Positions::Alibi => {
                 visibility.alibi_slopes = Some(self.slopes(device)?);
                 if let Some(mask) = &tokens.mask {
@@ -171,6 +193,7 @@ pub(crate) struct StepTables {
     /// Rows before position 0 in the table of learned positions.
     pub(crate) row_offset: usize,
     rotary: Option<RotaryTable>,
+    local_rotary: Option<RotaryTable>,
     alibi_slopes: Option<Tensor>,
 }
 
@@ -180,6 +203,7 @@ impl StepTables {
         let rotary = self.rotary.as_ref().map(|table| table.at(place)).transpose()?;
         let visibility = Visibility {
             rotary,
+            local_rotary: self.local_rotary.as_ref().map(|table| table.at(place)).transpose()?,
             alibi_slopes: self.alibi_slopes.clone(),
             place: Some(place.clone()),
             ..Default::default()
@@ -191,7 +215,9 @@ impl StepTables {
     pub(super) fn of_pages(&self, places: &Tensor, rows: &Tensor, pages: Pages) -> Result<Places> {
         let rotary = self.rotary.as_ref().map(|table| table.at(places)).transpose()?;
         let alibi_slopes = self.alibi_slopes.clone();
-        let visibility = Visibility { rotary, alibi_slopes, pages: Some(pages), ..Default::default() };
+        let local_rotary = self.local_rotary.as_ref().map(|table| table.at(places)).transpose()?;
+        let pages = Some(pages);
+        let visibility = Visibility { rotary, local_rotary, alibi_slopes, pages, ..Default::default() };
         Ok(Places { rows: Some(rows.clone()), visibility })
     }
 }

@@ -27,6 +27,10 @@ impl Decoder {
         if let (Some(alpha), Mode::Train) = (self.embedding_noise, mode) {
             embedded = with_noise(&embedded, alpha)?;
         }
+        let factor = self.config.factors.embedding.of(embedded.dtype());
+        if factor != 1.0 {
+            embedded = ops::affine(&embedded, factor, 0.0)?;
+        }
         if let Some([inwards, _]) = &self.projections {
             embedded = inwards.forward(&embedded)?;
         }
@@ -65,7 +69,8 @@ impl Decoder {
             }
             // Only where a block adds to the stream is there a part of its own to rescale.
             let rescaling = dropping.filter(|drop| {
-                let adds = matches!(block.residual, Residual::PreNorm | Residual::BranchNorm);
+                let adds =
+                    matches!(block.residual, Residual::PreNorm | Residual::BranchNorm | Residual::Sandwich);
                 adds && drop.keep_probability(index, self.blocks.len()) < 1.0
             });
             let before = rescaling.map(|_| stream.value()).transpose()?;
@@ -148,6 +153,9 @@ impl Decoder {
         };
         if let Some([_, outwards]) = &self.projections {
             hidden = outwards.forward(&hidden)?;
+        }
+        if self.config.factors.logits != 1.0 {
+            hidden = ops::affine(&hidden, self.config.factors.logits, 0.0)?;
         }
         Ok(hidden)
     }

@@ -13,7 +13,9 @@ impl Decoder {
     /// sequences, and ranks that do.
     pub fn set_sparse_attention(&mut self, kind: Option<&SparseAttention>) {
         for (layer, block) in self.blocks.iter_mut().enumerate() {
-            block.attention_mut().set_sparse_attention(kind.map(|kind| kind.clone().of_layer(layer)));
+            if let Some(attention) = block.attention_mut() {
+                attention.set_sparse_attention(kind.map(|kind| kind.clone().of_layer(layer)));
+            }
         }
     }
 

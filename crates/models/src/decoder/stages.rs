@@ -79,6 +79,7 @@ impl Stages for Decoder {
         let is_behind = |param: &Param| {
             behind.iter().flatten().any(|path| below(path, param))
                 || (!self.config.tied && param.is_same(&self.head))
+                || self.head_bias.as_ref().is_some_and(|bias| param.is_same(bias))
         };
         let layer = |class: &str, parameters: Vec<Param>| Layer { class: class.to_owned(), parameters };
         let first = all.iter().filter(|param| !in_block(param) && !is_behind(param)).cloned().collect();

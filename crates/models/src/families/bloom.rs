@@ -1,10 +1,13 @@
 //! BLOOM: ALiBi positions, a norm after the embedding, packed heads, tied head.
 
-use ferrospeed_nn::NormConfig;
+use ferrospeed_nn::{NormConfig, Turning};
 use ferrospeed_tensor::Activation;
 use ferrospeed_tensor::ops::{PackedHeads, WeightLayout};
 
-use crate::decoder::{Declared, DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
+use crate::decoder::{
+    Declared, DecoderConfig, Factors, FeedForward, HeadRules, Names, Positions, QkvNames, Residual,
+    ScoreRules,
+};
 use crate::error::{ModelError, Result};
 use crate::fields::Fields;
 
@@ -48,9 +51,14 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         output_bias: true,
         mlp_bias: true,
         scales: vec![1.0 / ((width / heads) as f32).sqrt(); layers],
-        turns: vec![true; layers],
+        linear: None,
+        turns: vec![Turning::Usually; layers],
+        local_rotary: None,
         windows: vec![None; layers],
+        scores: ScoreRules::default(),
+        factors: Factors::default(),
         tied: fields.flag("tie_word_embeddings", true)?,
+        head: HeadRules::default(),
         init_std: std,
         output_init_std: std,
         embedding_dropout: 0.0,
@@ -66,6 +74,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
             blocks: "transformer.h",
             norm1: "input_layernorm",
             norm2: "post_attention_layernorm",
+            branch_norms: None,
             qkv: QkvNames::Packed("self_attention.query_key_value", PackedHeads::PerHead),
             output: "self_attention.dense",
             final_norm: Some("transformer.ln_f"),

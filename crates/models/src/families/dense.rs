@@ -1,5 +1,7 @@
 //! LLaMA's later dense relatives: Qwen3, SmolLM3 and OLMo 2.
 
+use ferrospeed_nn::Turning;
+
 use crate::config::WindowRule;
 use crate::decoder::{DecoderConfig, Residual};
 use crate::error::Result;
@@ -44,18 +46,20 @@ pub fn smollm3(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     // Its files have it; nobody reads it.
     fields.harmless(&["max_window_layers"]);
     config.turns = turning_layers(fields, config.layers)?;
-    config.windows = sliding(fields, config.layers, None, |layer| !config.turns[layer], rule)?;
+    config.windows =
+        sliding(fields, config.layers, None, |layer| config.turns[layer] == Turning::Never, rule)?;
     Ok(config)
 }
 
 /// Which layers turn: 1 in `no_rope_layers`, and without that all but every so many-th.
-fn turning_layers(fields: &Fields<'_>, layers: usize) -> Result<Vec<bool>> {
+fn turning_layers(fields: &Fields<'_>, layers: usize) -> Result<Vec<Turning>> {
+    let turning = |turns: bool| if turns { Turning::Usually } else { Turning::Never };
     let interval = fields.size("no_rope_layer_interval", Some(4))?;
     let key = "no_rope_layers";
     if !fields.has(key) {
         return match interval {
             0 => Err(fields.error("no_rope_layer_interval", "0 is no number of layers")),
-            interval => Ok((1..=layers).map(|layer| layer % interval != 0).collect()),
+            interval => Ok((1..=layers).map(|layer| turning(layer % interval != 0)).collect()),
         };
     }
     let said = fields.numbers(key)?;
@@ -67,7 +71,7 @@ fn turning_layers(fields: &Fields<'_>, layers: usize) -> Result<Vec<bool>> {
         return Err(fields
             .error(key, format!("{other} is neither 0, a layer without, nor 1, one with rotary positions")));
     }
-    Ok(said.into_iter().take(layers).map(|turns| turns == 1.0).collect())
+    Ok(said.into_iter().take(layers).map(|turns| turning(turns == 1.0)).collect())
 }
 
 /// Reads an `olmo2` configuration: norms stand behind attention and feed-forward; queries and keys are normalised over all heads.

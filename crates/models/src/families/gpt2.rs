@@ -1,9 +1,12 @@
 //! GPT-2: learned positions, layer norm, weights stored `[in, out]`, tied head.
 
-use ferrospeed_nn::NormConfig;
+use ferrospeed_nn::{NormConfig, Turning};
 use ferrospeed_tensor::ops::{PackedHeads, WeightLayout};
 
-use crate::decoder::{Declared, DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
+use crate::decoder::{
+    Declared, DecoderConfig, Factors, FeedForward, HeadRules, Names, Positions, QkvNames, Residual,
+    ScoreRules,
+};
 use crate::error::{ModelError, Result};
 use crate::fields::Fields;
 
@@ -48,9 +51,14 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         output_bias: true,
         mlp_bias: true,
         scales,
-        turns: vec![true; layers],
+        linear: None,
+        turns: vec![Turning::Usually; layers],
+        local_rotary: None,
         windows: vec![None; layers],
+        scores: ScoreRules::default(),
+        factors: Factors::default(),
         tied: fields.flag("tie_word_embeddings", true)?,
+        head: HeadRules::default(),
         init_std: std,
         output_init_std: std / ((2 * layers.max(1)) as f32).sqrt(),
         embedding_dropout: fields.dropout("embd_pdrop", 0.1)?,
@@ -66,6 +74,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
             blocks: "transformer.h",
             norm1: "ln_1",
             norm2: "ln_2",
+            branch_norms: None,
             qkv: QkvNames::Packed("attn.c_attn", PackedHeads::Thirds),
             output: "attn.c_proj",
             final_norm: Some("transformer.ln_f"),

@@ -1,9 +1,12 @@
 //! GPT-NeoX: rotary on a share of the channels, attention and feed-forward side by side, packed heads.
 
-use ferrospeed_nn::NormConfig;
+use ferrospeed_nn::{NormConfig, Turning};
 use ferrospeed_tensor::ops::{PackedHeads, WeightLayout};
 
-use crate::decoder::{Declared, DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
+use crate::decoder::{
+    Declared, DecoderConfig, Factors, FeedForward, HeadRules, Names, Positions, QkvNames, Residual,
+    ScoreRules,
+};
 use crate::error::{ModelError, Result};
 use crate::fields::Fields;
 use crate::rope::{self, RotaryDefaults};
@@ -23,6 +26,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         theta: 10_000.0,
         share: Some(("rotary_pct", 0.25)),
         trained: None,
+        own: &[],
     };
     let bias = fields.flag("attention_bias", true)?;
     fields.harmless(&["classifier_dropout"]);
@@ -57,9 +61,14 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         output_bias: bias,
         mlp_bias: true,
         scales: vec![1.0 / (head_dim as f32).sqrt(); layers],
-        turns: vec![true; layers],
+        linear: None,
+        turns: vec![Turning::Usually; layers],
+        local_rotary: None,
         windows: vec![None; layers],
+        scores: ScoreRules::default(),
+        factors: Factors::default(),
         tied: fields.flag("tie_word_embeddings", false)?,
+        head: HeadRules::default(),
         init_std: std,
         output_init_std: std,
         embedding_dropout: hidden_dropout,
@@ -75,6 +84,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
             blocks: "gpt_neox.layers",
             norm1: "input_layernorm",
             norm2: "post_attention_layernorm",
+            branch_norms: None,
             qkv: QkvNames::Packed("attention.query_key_value", PackedHeads::PerHead),
             output: "attention.dense",
             final_norm: Some("gpt_neox.final_layer_norm"),

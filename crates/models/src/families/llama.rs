@@ -1,12 +1,15 @@
 //! LLaMA and its relatives Mistral, Qwen2 and Mixtral: rotary positions, RMS norm, gated feed-forward, grouped heads.
 
-use ferrospeed_nn::NormConfig;
+use ferrospeed_nn::{NormConfig, OutputGate, Turning};
 use ferrospeed_tensor::ops::WeightLayout;
 
 use crate::config::WindowRule;
-use crate::decoder::{Declared, DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
+use crate::decoder::{
+    Declared, DecoderConfig, Factors, FeedForward, HeadRules, Names, Positions, QkvNames, Residual,
+    ScoreRules,
+};
 use crate::error::{ModelError, Result};
-use crate::families::mixture::{MixtureConfig, MixtureNames};
+use crate::families::mixture::{ExpertKind, MixtureConfig, MixtureNames, RouterRules};
 use crate::fields::Fields;
 use crate::rope::{self, RotaryDefaults};
 
@@ -24,12 +27,24 @@ pub(super) struct Defaults {
     pub(super) padding: Option<usize>,
     pub(super) max_tokens: usize,
     pub(super) eps: f64,
+    /// The field that says so.
+    pub(super) eps_key: &'static str,
+    /// The norm with that.
+    pub(super) norm: fn(f32) -> NormConfig,
+    /// The field with the activation, and its default.
+    pub(super) activation: (&'static str, &'static str),
     /// Channels of a head; the share of one head when absent.
     pub(super) head_dim: Option<usize>,
     /// Whether the head is the embedding.
     pub(super) tied: bool,
-    /// Whether a share of a head's channels may turn.
-    pub(super) partial_rotary: bool,
+    /// The share of a head's channels that turn, in families where it may be less than all.
+    pub(super) rotary_share: Option<f64>,
+    /// The field with the base of the frequencies of layers that slide, and its default, in families where they turn otherwise.
+    pub(super) local_theta: Option<(&'static str, f64)>,
+    /// What the family reads itself of what its rotary positions are described by.
+    pub(super) rotary_own: &'static [&'static str],
+    /// Standard deviation of new weights.
+    pub(super) std: f64,
     /// The length the model was first trained on; the longest that it takes when absent.
     pub(super) trained: Option<usize>,
 }
@@ -45,9 +60,15 @@ pub(super) const LLAMA: Defaults = Defaults {
     padding: None,
     max_tokens: 2048,
     eps: 1e-6,
+    eps_key: "rms_norm_eps",
+    norm: |eps| NormConfig::Rms { eps },
+    activation: ("hidden_act", "silu"),
     head_dim: None,
     tied: false,
-    partial_rotary: false,
+    rotary_share: None,
+    local_theta: None,
+    rotary_own: &[],
+    std: 0.02,
     trained: None,
 };
 
@@ -64,13 +85,22 @@ pub(super) fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<Decoder
             return Err(ModelError::config("num_attention_heads", why));
         }
     };
-    let std = fields.number("initializer_range", Some(0.02))? as f32;
+    let std = fields.number("initializer_range", Some(defaults.std))? as f32;
     let kv_heads = fields.size_or_null("num_key_value_heads", defaults.kv_heads)?.unwrap_or(heads);
     let rotary = RotaryDefaults {
         theta_key: "rope_theta",
         theta: defaults.theta,
-        share: defaults.partial_rotary.then_some(("partial_rotary_factor", 1.0)),
+        share: defaults.rotary_share.map(|share| ("partial_rotary_factor", share)),
         trained: defaults.trained,
+        own: defaults.rotary_own,
+    };
+    let (rotary, local_rotary) = match defaults.local_theta {
+        Some((theta_key, theta)) => {
+            let local = RotaryDefaults { theta_key, theta, ..rotary };
+            let [all, local] = rope::rotary_by_type(fields, head_dim, &rotary, &local)?;
+            (all, Some(local))
+        }
+        None => (rope::rotary(fields, head_dim, &rotary)?, None),
     };
     let vocab = fields.size("vocab_size", Some(defaults.vocab))?;
     Ok(DecoderConfig {
@@ -85,19 +115,24 @@ pub(super) fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<Decoder
         kv_heads,
         head_dim,
         max_tokens: fields.size("max_position_embeddings", Some(defaults.max_tokens))?,
-        positions: Positions::Rotary(rope::rotary(fields, head_dim, &rotary)?),
-        norm: NormConfig::Rms { eps: fields.epsilon("rms_norm_eps", defaults.eps)? },
+        positions: Positions::Rotary(rotary),
+        norm: (defaults.norm)(fields.epsilon(defaults.eps_key, defaults.eps)?),
         residual: Residual::PreNorm,
         feed_forward: FeedForward::Gated { names: ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] },
-        activation: fields.activation("hidden_act", "silu")?,
+        activation: fields.activation(defaults.activation.0, defaults.activation.1)?,
         layout: WeightLayout::OutIn,
         qkv_bias: false,
         output_bias: false,
         mlp_bias: false,
         scales: vec![1.0 / (head_dim as f32).sqrt(); layers],
-        turns: vec![true; layers],
+        linear: None,
+        turns: vec![Turning::Usually; layers],
+        local_rotary,
         windows: vec![None; layers],
+        scores: ScoreRules::default(),
+        factors: Factors::default(),
         tied: fields.flag("tie_word_embeddings", defaults.tied)?,
+        head: HeadRules::default(),
         init_std: std,
         output_init_std: std,
         embedding_dropout: 0.0,
@@ -113,6 +148,7 @@ pub(super) fn common(fields: &Fields<'_>, defaults: &Defaults) -> Result<Decoder
             blocks: "model.layers",
             norm1: "input_layernorm",
             norm2: "post_attention_layernorm",
+            branch_norms: None,
             qkv: QkvNames::Separate(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
             output: "self_attn.o_proj",
             final_norm: Some("model.norm"),
@@ -127,6 +163,7 @@ pub(super) fn normed(per_head: bool) -> QkvNames {
         heads: ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
         norms: ["self_attn.q_norm", "self_attn.k_norm"],
         per_head,
+        gate: OutputGate::None,
     }
 }
 
@@ -159,6 +196,20 @@ pub(super) fn windows(
         }
     };
     types.iter().map(of_type).collect()
+}
+
+/// The windows of a family most of whose layers slide: all but every `interval`-th, unless `layer_types` lists them.
+pub(super) fn all_but_every(
+    fields: &Fields<'_>,
+    layers: usize,
+    window: Option<usize>,
+    interval: usize,
+    rule: WindowRule,
+) -> Result<Vec<Option<usize>>> {
+    if interval == 0 {
+        return Err(fields.error("sliding_window_pattern", "0 is no number of layers"));
+    }
+    windows(fields, layers, window, |layer| (layer + 1) % interval != 0, rule)
 }
 
 /// Windows where the configuration turns them on, in the layers that `slides` says; of `usual` tokens where it gives no number.
@@ -257,6 +308,9 @@ pub fn mixtral(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
         balance_loss,
         names: MixtureNames::MIXTRAL,
         shared_width: None,
+        kind: ExpertKind::Gated,
+        router: RouterRules::default(),
+        dense: Vec::new(),
     });
     Ok(config)
 }
@@ -278,8 +332,17 @@ pub(super) fn attention_bias(fields: &Fields<'_>, config: &mut DecoderConfig) ->
     Ok(())
 }
 
+/// What queries, keys and values stay within.
+pub(super) fn clip(fields: &Fields<'_>) -> Result<Option<f32>> {
+    let limit = fields.optional_number("clip_qkv")?;
+    match limit.filter(|limit| !(limit.is_finite() && *limit > 0.0)) {
+        Some(limit) => Err(fields.error("clip_qkv", format!("{limit} is no bound: a number above 0 is"))),
+        None => Ok(limit.map(|limit| limit as f32)),
+    }
+}
+
 /// Families whose layers have none.
-fn no_biases(fields: &Fields<'_>) -> Result<()> {
+pub(super) fn no_biases(fields: &Fields<'_>) -> Result<()> {
     fields.fixed("attention_bias", false.into())?;
     fields.fixed("mlp_bias", false.into())
 }

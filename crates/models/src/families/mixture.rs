@@ -3,11 +3,13 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ferrospeed_nn::moe::{ExpertRanks, RankTokens, Routing, balance_loss};
+use ferrospeed_nn::moe::{
+    ExpertGroups, ExpertRanks, RankTokens, RouterScores, Routing, StackedExperts, balance_loss,
+};
 use ferrospeed_nn::tensor_parallel::Cut;
 use ferrospeed_nn::{Experts, GatedMlp, Init, Linear, Mode, Moe, MoeConfig};
 use ferrospeed_tensor::ops::{self, Routes, WeightLayout};
-use ferrospeed_tensor::{Activation, DType, Tensor};
+use ferrospeed_tensor::{Activation, DType, Initializer, Tensor};
 
 use crate::error::Result;
 
@@ -20,6 +22,12 @@ pub struct MixtureNames {
     pub expert: [&'static str; 3],
     /// In which order they are declared.
     pub declared: DeclaredMixture,
+    /// The router.
+    pub router: &'static str,
+    /// The expert that every token passes, where there is one.
+    pub shared: &'static str,
+    /// What weighs it, where something does.
+    pub shared_gate: Option<&'static str>,
 }
 
 /// The order of a mixture's parameters in a family's reference implementation.
@@ -39,11 +47,58 @@ impl MixtureNames {
         place: "block_sparse_moe",
         expert: ["w1", "w3", "w2"],
         declared: DeclaredMixture::DownBeforeUp,
+        ..MixtureNames::projections(DeclaredMixture::DownBeforeUp)
     };
 
     /// What later families call them.
     pub const fn projections(declared: DeclaredMixture) -> MixtureNames {
-        MixtureNames { place: "mlp", expert: ["gate_proj", "up_proj", "down_proj"], declared }
+        MixtureNames {
+            place: "mlp",
+            expert: ["gate_proj", "up_proj", "down_proj"],
+            declared,
+            router: "gate",
+            shared: "shared_expert",
+            shared_gate: Some("shared_expert_gate"),
+        }
+    }
+
+    /// DeepSeek's, whose shared expert nothing weighs.
+    pub const DEEPSEEK: MixtureNames = MixtureNames {
+        shared: "shared_experts",
+        shared_gate: None,
+        ..MixtureNames::projections(DeclaredMixture::RouterLast)
+    };
+}
+
+/// What an expert computes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum ExpertKind {
+    /// `down(f(gate(x))·up(x))`, a parameter for each of its layers.
+    Gated,
+    /// With biases, its gate within bounds, and the parameters of all experts stacked; the router has a bias too.
+    Clamped {
+        /// The bound.
+        limit: f32,
+    },
+}
+
+/// How a router chooses.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RouterRules {
+    /// What it makes of its logits.
+    pub scores: RouterScores,
+    /// Multiplies the weights of a token's choices.
+    pub factor: f32,
+    /// Groups among which tokens choose first.
+    pub groups: Option<ExpertGroups>,
+    /// The name, beside the router's weight, of what is added to scores by which experts are chosen. Nothing trains it.
+    pub choice_bias: Option<&'static str>,
+}
+
+impl Default for RouterRules {
+    /// A distribution over all experts, of which the best are taken.
+    fn default() -> RouterRules {
+        RouterRules { scores: RouterScores::Softmax, factor: 1.0, groups: None, choice_bias: None }
     }
 }
 
@@ -64,13 +119,19 @@ pub struct MixtureConfig {
     pub names: MixtureNames,
     /// Channels inside an expert that every token passes, weighted by a gate of its own.
     pub shared_width: Option<usize>,
+    /// What an expert computes.
+    pub kind: ExpertKind,
+    /// How the router chooses.
+    pub router: RouterRules,
+    /// Which layers are one perceptron instead, as wide as the configuration's `inner_width`; nothing where none is.
+    pub dense: Vec<bool>,
 }
 
 /// A router and its experts. Cloning copies handles.
 #[derive(Debug, Clone)]
 pub struct Mixture {
     moe: Arc<Moe>,
-    shared: Option<(GatedMlp, Linear)>,
+    shared: Option<(GatedMlp, Option<Linear>)>,
     /// Of the last forward that trained, for whoever logs.
     routing: Arc<Mutex<Option<Routing>>>,
 }
@@ -91,7 +152,17 @@ impl Mixture {
         };
         let why =
             "is of a mixture's router or experts, which have no adapters yet; name the layers of attention";
-        let make_router = || linear(&at.at("gate").without_adapters(why), width, config.experts);
+        let make_router = || {
+            let at = at.at(config.names.router).without_adapters(why);
+            let has_bias = matches!(config.kind, ExpertKind::Clamped { .. });
+            let router = Linear::normal(&at, width, config.experts, has_bias, WeightLayout::OutIn, std);
+            let choice_bias = config.router.choice_bias.map(|name| {
+                let bias = at.param(name, [config.experts], Initializer::Constant(0.0));
+                bias.set_trainable(false);
+                bias
+            });
+            (router, choice_bias)
+        };
         // A rank's tokens choose which experts it reads; all of them are gathered, whatever was chosen.
         let mut experts = at.at("experts").without_adapters(why).as_unit();
         // Ranks that have the same tokens and slices of the other layers hold whole experts.
@@ -120,10 +191,15 @@ impl Mixture {
             GatedMlp::new(gate, up, down, activation)
         };
         let make_experts = || {
+            if let ExpertKind::Clamped { limit } = config.kind {
+                let stack =
+                    StackedExperts::new(&experts, config.experts, width, config.inner_width, limit, std);
+                return Experts::stacked(config.experts, stack);
+            }
             let group = ranks.map(|ranks| &ranks.group);
             Experts::spread(&experts, config.experts, group, |at, _| gated(at, config.inner_width))
         };
-        let (router, experts) = match config.names.declared {
+        let ((router, choice_bias), experts) = match config.names.declared {
             DeclaredMixture::RouterLast => {
                 let experts = make_experts();
                 (make_router(), experts)
@@ -131,14 +207,20 @@ impl Mixture {
             _ => (make_router(), make_experts()),
         };
         let shared = config.shared_width.map(|inner| {
-            (gated(&at.at("shared_expert"), inner), linear(&at.at("shared_expert_gate"), width, 1))
+            let expert = gated(&at.at(config.names.shared), inner);
+            (expert, config.names.shared_gate.map(|name| linear(&at.at(name), width, 1)))
         });
         let numbers = MoeConfig {
             normalized: config.normalized,
+            scores: config.router.scores,
+            factor: config.router.factor,
+            groups: config.router.groups,
             ..MoeConfig::dropless(width, config.experts, config.chosen)
         };
         Mixture {
-            moe: Arc::new(Moe::from_parts(&at, numbers, router, experts, ranks)),
+            moe: Arc::new(
+                Moe::from_parts(&at, numbers, router, experts, ranks).with_choice_bias(choice_bias),
+            ),
             shared,
             routing: Arc::default(),
         }
@@ -148,6 +230,7 @@ impl Mixture {
     pub fn forward(&self, x: &Tensor, mode: Mode) -> Result<(Tensor, Tensor)> {
         let (mixed, shared) = self.moe.forward_beside(x, mode, || {
             let Some((expert, gate)) = &self.shared else { return Ok(None) };
+            let Some(gate) = gate else { return Ok(Some(expert.forward(x)?)) };
             let share = ops::activate(&gate.forward(x)?, Activation::Sigmoid)?;
             Ok(Some(ops::mul(&expert.forward(x)?, &share)?))
         })?;
@@ -169,6 +252,14 @@ impl Mixture {
 }
 
 impl MixtureConfig {
+    /// Gate, up and down of layers without a mixture.
+    pub const DENSE: [&'static str; 3] = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"];
+
+    /// Whether a layer has no mixture.
+    pub fn is_dense(&self, layer: usize) -> bool {
+        self.dense.get(layer).copied().unwrap_or(false)
+    }
+
     /// The balancing loss over all layers' router logits; masked tokens do not count.
     pub fn balance(&self, routers: &[Tensor], mask: Option<&[Vec<u8>]>) -> Result<Tensor> {
         let mut all = ops::concat(routers, 0)?;

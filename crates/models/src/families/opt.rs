@@ -1,9 +1,12 @@
 //! OPT: learned positions counted by the mask with two rows in front, ReLU, optional projections around the blocks.
 
-use ferrospeed_nn::NormConfig;
+use ferrospeed_nn::{NormConfig, Turning};
 use ferrospeed_tensor::ops::WeightLayout;
 
-use crate::decoder::{Declared, DecoderConfig, FeedForward, Names, Positions, QkvNames, Residual};
+use crate::decoder::{
+    Declared, DecoderConfig, Factors, FeedForward, HeadRules, Names, Positions, QkvNames, Residual,
+    ScoreRules,
+};
 use crate::error::{ModelError, Result};
 use crate::fields::Fields;
 
@@ -48,9 +51,14 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
         output_bias: bias,
         mlp_bias: bias,
         scales: vec![1.0 / ((width / heads) as f32).sqrt(); layers],
-        turns: vec![true; layers],
+        linear: None,
+        turns: vec![Turning::Usually; layers],
+        local_rotary: None,
         windows: vec![None; layers],
+        scores: ScoreRules::default(),
+        factors: Factors::default(),
         tied: fields.flag("tie_word_embeddings", true)?,
+        head: HeadRules::default(),
         init_std: std,
         output_init_std: std,
         embedding_dropout: 0.0,
@@ -67,6 +75,7 @@ pub fn config(fields: &Fields<'_>) -> Result<DecoderConfig> {
             blocks: "model.decoder.layers",
             norm1: "self_attn_layer_norm",
             norm2: "final_layer_norm",
+            branch_norms: None,
             qkv: QkvNames::Separate(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
             output: "self_attn.out_proj",
             final_norm: final_norm.then_some("model.decoder.final_layer_norm"),

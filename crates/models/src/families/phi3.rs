@@ -18,7 +18,7 @@ pub fn config(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
         vocab: 32_064,
         max_tokens: 4096,
         eps: 1e-5,
-        partial_rotary: true,
+        rotary_share: Some(1.0),
         trained: Some(4096),
         ..LLAMA
     };
@@ -34,8 +34,8 @@ pub fn config(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     }
     fields.fixed("full_attn_mod", 1.into())?;
     fields.fixed("interpolate_factor", 1.into())?;
-    // No release reads the dropout of embeddings; the length counts where LongRoPE does; the map names programs of this family.
-    fields.harmless(&["embd_pdrop", "original_max_position_embeddings", "auto_map"]);
+    // No release reads the dropout of embeddings; the length counts where LongRoPE does.
+    fields.harmless(&["embd_pdrop", "original_max_position_embeddings"]);
     config.residual_dropout = fields.dropout("resid_pdrop", 0.0)?;
     let window = fields.optional_size("sliding_window")?;
     config.windows = windows(fields, config.layers, window, |_| true, rule)?;

@@ -3,8 +3,8 @@
 use crate::config::WindowRule;
 use crate::decoder::{DecoderConfig, FeedForward};
 use crate::error::Result;
-use crate::families::llama::{Defaults, LLAMA, attention_bias, balancing, common, normed, sliding};
-use crate::families::mixture::{DeclaredMixture, MixtureConfig, MixtureNames};
+use crate::families::llama::{Defaults, LLAMA, attention_bias, balancing, clip, common, normed, sliding};
+use crate::families::mixture::{DeclaredMixture, ExpertKind, MixtureConfig, MixtureNames, RouterRules};
 use crate::fields::Fields;
 
 /// What the mixtures differ in before anything is read.
@@ -35,13 +35,39 @@ fn mixture(
         balance_loss: balancing(fields, experts, chosen, usual.balance)?,
         names: MixtureNames::projections(usual.declared),
         shared_width,
+        kind: ExpertKind::Gated,
+        router: RouterRules::default(),
+        dense: Vec::new(),
     }))
 }
 
-/// Every block is a mixture: releases of both families say so.
-fn all_sparse(fields: &Fields<'_>) -> Result<()> {
-    fields.fixed("decoder_sparse_step", 1.into())?;
-    fields.fixed("mlp_only_layers", serde_json::json!([]))
+/// Which layers have no mixture: those that `mlp_only_layers` lists, and all but every `decoder_sparse_step`-th.
+pub(super) fn dense_layers(fields: &Fields<'_>, layers: usize) -> Result<Vec<bool>> {
+    let step = fields.size("decoder_sparse_step", Some(1))?;
+    if step == 0 {
+        return Err(fields.error("decoder_sparse_step", "0 is no number of layers"));
+    }
+    let listed = if fields.has("mlp_only_layers") { fields.numbers("mlp_only_layers")? } else { Vec::new() };
+    if let Some(other) = listed.iter().find(|layer| layer.fract() != 0.0 || **layer < 0.0) {
+        return Err(fields.error("mlp_only_layers", format!("{other} is no number of a layer")));
+    }
+    let dense: Vec<bool> =
+        (0..layers).map(|layer| listed.contains(&(layer as f64)) || (layer + 1) % step != 0).collect();
+    if !dense.contains(&false) {
+        return Err(fields.error(
+            "mlp_only_layers",
+            "leaves no layer with experts; such a model is of the family without",
+        ));
+    }
+    Ok(if dense.contains(&true) { dense } else { Vec::new() })
+}
+
+/// The same mixture in some layers.
+fn but_in(dense: Vec<bool>, feed_forward: FeedForward) -> FeedForward {
+    match feed_forward {
+        FeedForward::Mixture(mixture) => FeedForward::Mixture(MixtureConfig { dense, ..mixture }),
+        other => other,
+    }
 }
 
 /// Reads a `qwen2_moe` configuration: biases on queries, keys and values; an expert that every token passes.
@@ -57,13 +83,13 @@ pub fn qwen2_moe(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig>
     };
     let usual = Usual { experts: 60, chosen: 4, balance: 0.001, declared: DeclaredMixture::RouterFirst };
     let mut config = common(fields, &defaults)?;
-    all_sparse(fields)?;
+    let dense = dense_layers(fields, config.layers)?;
     config.qkv_bias = fields.flag("qkv_bias", true)?;
     let first = fields.size("max_window_layers", Some(28))?;
     config.windows = sliding(fields, config.layers, Some(4096), |layer| layer >= first, rule)?;
     let inner = fields.size("moe_intermediate_size", Some(1408))?;
     let shared = fields.size("shared_expert_intermediate_size", Some(5632))?;
-    config.feed_forward = mixture(fields, &usual, inner, Some(shared))?;
+    config.feed_forward = but_in(dense, mixture(fields, &usual, inner, Some(shared))?);
     Ok(config)
 }
 
@@ -82,7 +108,7 @@ pub fn olmoe(fields: &Fields<'_>) -> Result<DecoderConfig> {
     let usual = Usual { experts: 64, chosen: 8, balance: 0.01, declared: DeclaredMixture::RouterFirst };
     let mut config = common(fields, &defaults)?;
     attention_bias(fields, &mut config)?;
-    fields.fixed("clip_qkv", serde_json::Value::Null)?;
+    config.scores.clip = clip(fields)?;
     config.names.qkv = normed(false);
     config.feed_forward = mixture(fields, &usual, config.inner_width, None)?;
     Ok(config)
@@ -101,12 +127,12 @@ pub fn qwen3_moe(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig>
     };
     let usual = Usual { experts: 128, chosen: 8, balance: 0.001, declared: DeclaredMixture::RouterLast };
     let mut config = common(fields, &defaults)?;
-    all_sparse(fields)?;
+    let dense = dense_layers(fields, config.layers)?;
     attention_bias(fields, &mut config)?;
     fields.harmless(&["max_window_layers"]);
     config.windows = sliding(fields, config.layers, Some(4096), |_| true, rule)?;
     config.names.qkv = normed(true);
     let inner = fields.size("moe_intermediate_size", Some(768))?;
-    config.feed_forward = mixture(fields, &usual, inner, None)?;
+    config.feed_forward = but_in(dense, mixture(fields, &usual, inner, None)?);
     Ok(config)
 }

@@ -8,7 +8,14 @@ use crate::error::{ModelError, Result};
 use crate::weights::read::{StoredTensor, WeightFiles};
 
 /// Buffers that older releases stored beside the weights and that nothing needs.
-const IGNORED_SUFFIXES: [&str; 4] = ["rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "position_ids"];
+const IGNORED_SUFFIXES: [&str; 6] = [
+    "rotary_emb.inv_freq",
+    "attn.bias",
+    "attn.masked_bias",
+    "attn.attention.bias",
+    "attn.attention.masked_bias",
+    "position_ids",
+];
 
 /// Heads that some releases store although they are tied.
 const TIED_HEADS: [&str; 3] =
@@ -64,6 +71,13 @@ impl Faults {
 }
 
 impl WeightFiles {
+    /// Where modules lie that predict tokens beyond the next one: by a name of their own, or as blocks behind the last, which alone
+    /// have a layer that joins a hidden state with an embedding.
+    fn predicting(&self) -> Vec<String> {
+        let joins = self.tensors().keys().filter_map(|name| name.strip_suffix("eh_proj.weight"));
+        joins.map(str::to_owned).chain(["mtp.".to_owned()]).collect()
+    }
+
     /// Checks that every parameter is here with its shape, and that nothing else is; lists all that is wrong.
     pub fn check(&self, params: &[Param]) -> Result<()> {
         let mut faults = Faults::default();
@@ -85,6 +99,16 @@ impl WeightFiles {
                 }
                 continue;
             }
+            if let (None, Some(stack)) = (self.find(name), self.find_stack(name)) {
+                for stored in [stack.blocks, stack.scales] {
+                    *used.entry(place(stored)).or_default() += stored.size_bytes();
+                }
+                if !stack.is_of(param.whole_shape().sizes()) {
+                    let (shape, whole) = (&stack.blocks.shape, param.whole_shape());
+                    faults.add(Kind::Shape, || format!("{name} is {shape:?} in MXFP4, expected {whole}"));
+                }
+                continue;
+            }
             let Some(found) = self.find(name) else {
                 faults.add(Kind::Missing, || format!("{name} {}", param.whole_shape()));
                 continue;
@@ -100,6 +124,8 @@ impl WeightFiles {
                 faults.add(Kind::Type, || format!("{name} is {}, expected a float type", stored.dtype));
             }
         }
+        let predicting = self.predicting();
+        let mut passed_over = 0;
         for (name, stored) in self.tensors() {
             let covered = used.get(&place(stored)).copied();
             if covered.is_some_and(|covered| covered < stored.size_bytes()) {
@@ -107,13 +133,21 @@ impl WeightFiles {
                     format!("{name} is {:?}, more than the model's experts", stored.shape)
                 });
             }
+            let predicts = predicting.iter().any(|place| name.starts_with(place.as_str()));
+            passed_over += usize::from(predicts && covered.is_none());
             let known = covered.is_some()
+                || predicts
                 || IGNORED_SUFFIXES.iter().any(|suffix| name.ends_with(suffix))
                 || TIED_HEADS.contains(&name.as_str())
                 || LEFT_OVER_HEADS.iter().any(|prefix| name.starts_with(prefix));
             if !known {
                 faults.add(Kind::Unknown, || format!("{name} {:?}", stored.shape));
             }
+        }
+        if passed_over > 0 {
+            tracing::warn!(
+                "{passed_over} tensors predict tokens beyond the next one and are not used here; `ferrospeed model convert` keeps them"
+            );
         }
         if !faults.0.is_empty() {
             return Err(ModelError::Weights { table: faults.table() });

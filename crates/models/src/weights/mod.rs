@@ -6,6 +6,7 @@ mod check;
 mod checksums;
 mod file;
 mod fingerprint;
+mod mxfp4;
 mod packed;
 mod read;
 mod rows;

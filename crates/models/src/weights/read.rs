@@ -313,6 +313,13 @@ impl ParamSource for WeightFiles {
             }
             return self.packed_floats(packed, param, range, out).map_err(|error| fail(error.to_string()));
         }
+        if let (None, Some(stack)) = (self.find(param.name()), self.find_stack(param.name())) {
+            if !stack.is_of(param.whole_shape().sizes()) {
+                let (shape, whole) = (&stack.blocks.shape, param.whole_shape());
+                return Err(fail(format!("is {shape:?} in MXFP4 in the files, which is no stack {whole}")));
+            }
+            return self.stack_floats(stack, param, range, out).map_err(|error| fail(error.to_string()));
+        }
         let found = self.find(param.name()).ok_or_else(|| fail("is not in the files".into()))?;
         let stored = &*found.own;
         if stored.shape != param.whole_shape().sizes() {

@@ -50,6 +50,37 @@ impl Default for Capacity {
     }
 }
 
+/// What the router makes of its logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum RouterScores {
+    /// A distribution over all experts.
+    #[default]
+    Softmax,
+    /// A number from 0 to 1 for each expert. (DeepSeek-AI: "DeepSeek-V3", 2024, section 2.1.2.)
+    Sigmoid,
+}
+
+/// By what a group of experts is judged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GroupScore {
+    /// The best of its experts.
+    Best,
+    /// The two best, together.
+    BestTwo,
+}
+
+/// Experts in groups of neighbours, of which a token chooses a few before it chooses among their experts. (DeepSeek-AI:
+/// "DeepSeek-V2", 2024, section 2.2.2.)
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertGroups {
+    /// How many groups there are.
+    pub groups: usize,
+    /// How many of them a token's experts are in.
+    pub chosen: usize,
+    /// By what they are chosen.
+    pub by: GroupScore,
+}
+
 /// A mixture in numbers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MoeConfig {
@@ -70,6 +101,12 @@ pub struct MoeConfig {
     pub balanced_over: BalancedOver,
     /// Whether a bias on the scores, moved against each expert's load, balances without a loss.
     pub balancing_bias: bool,
+    /// What the router makes of its logits. Without a capacity, as what follows.
+    pub scores: RouterScores,
+    /// Multiplies the weights of a token's choices.
+    pub factor: f32,
+    /// Groups among which tokens choose first.
+    pub groups: Option<ExpertGroups>,
 }
 
 impl MoeConfig {
@@ -84,6 +121,9 @@ impl MoeConfig {
             noise: None,
             balanced_over: BalancedOver::AllChoices,
             balancing_bias: false,
+            scores: RouterScores::Softmax,
+            factor: 1.0,
+            groups: None,
         }
     }
 
@@ -103,7 +143,21 @@ impl MoeConfig {
         if self.experts == 0 || self.chosen == 0 || self.chosen > choosable {
             return refuse(format!("a token cannot choose {} of {} experts", self.chosen, self.experts));
         }
+        if let Some(ExpertGroups { groups, chosen, by }) = self.groups {
+            let each =
+                if groups > 0 && self.experts.is_multiple_of(groups) { self.experts / groups } else { 0 };
+            let least = if by == GroupScore::BestTwo { 2 } else { 1 };
+            if each < least || chosen == 0 || chosen > groups || chosen * each < self.chosen {
+                return refuse(format!(
+                    "{} of {} experts cannot be chosen from {chosen} of {groups} groups",
+                    self.chosen, self.experts
+                ));
+            }
+        }
         let Some(capacity) = &self.capacity else { return Ok(()) };
+        if self.groups.is_some() || self.scores != RouterScores::Softmax || self.factor != 1.0 {
+            return refuse("groups, sigmoid scores and a factor are for mixtures without a capacity".into());
+        }
         for factor in [capacity.factor, capacity.evaluation_factor] {
             if !(factor.is_finite() && factor >= 0.0) {
                 return refuse(format!("a capacity factor of {factor}; it is a number from 0 on"));

@@ -10,6 +10,7 @@ use ferrospeed_tensor::ops::{self, GroupWeights, GroupedLayer, Routes, WeightLay
 use ferrospeed_tensor::{Activation, Operand, Result, Tensor, TensorError};
 
 use super::apart;
+use super::stacked::StackedExperts;
 use crate::init::Init;
 use crate::linear::Linear;
 use crate::mlp::{GatedMlp, Mlp};
@@ -102,6 +103,7 @@ enum Way {
     Gated(Box<[GroupedLinear; 3]>, Activation),
     /// Up and down.
     Plain(Box<[GroupedLinear; 2]>, Activation),
+    Stacked(Box<StackedExperts>),
     OneByOne(Vec<Arc<dyn Module>>),
 }
 
@@ -117,6 +119,7 @@ impl std::fmt::Debug for Experts {
         let kind = match self.way {
             Way::Gated(..) => "gated perceptrons",
             Way::Plain(..) => "perceptrons",
+            Way::Stacked(_) => "stacked perceptrons",
             Way::OneByOne(_) => "layers",
         };
         write!(f, "{} experts ({kind})", self.count)
@@ -128,6 +131,11 @@ impl Experts {
     pub fn new(experts: Vec<Expert>) -> Experts {
         let way = gated(&experts).or_else(|| plain(&experts));
         Experts { count: experts.len(), way: way.unwrap_or_else(|| Way::OneByOne(layers(experts))) }
+    }
+
+    /// So many whose parameters lie stacked.
+    pub fn stacked(count: usize, experts: StackedExperts) -> Experts {
+        Experts { count, way: Way::Stacked(Box::new(experts)) }
     }
 
     /// Makes `count` experts below `place`, each at its number. Where they are spread over a group, every rank makes the
@@ -184,6 +192,7 @@ impl Experts {
                 let rows = enter(rows, down.summed.as_ref())?;
                 down.forward(&ops::activate(&up.forward(&rows, counts)?, *activation)?, counts)
             }
+            Way::Stacked(experts) => experts.forward(rows, counts),
             Way::OneByOne(layers) => one_by_one(layers, rows, counts, mode),
         }
     }

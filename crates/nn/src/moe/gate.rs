@@ -6,10 +6,10 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ferrospeed_tensor::ops::{self, Routes};
-use ferrospeed_tensor::{DType, Operand, Result, Tensor, TensorError, random};
+use ferrospeed_tensor::{DType, Operand, Param, Result, Tensor, TensorError, random};
 
 use super::capacity::{self, Limit};
-use super::config::{BalancedOver, Capacity, GateNoise, MoeConfig};
+use super::config::{BalancedOver, Capacity, ExpertGroups, GateNoise, GroupScore, MoeConfig, RouterScores};
 use super::statistics::Routing;
 use crate::Mode;
 use crate::init::{Init, LayerState};
@@ -70,6 +70,8 @@ pub(super) struct Gate {
     config: MoeConfig,
     router: Linear,
     bias: Option<Arc<BalancingBias>>,
+    /// `[experts]`: what a model's files add to the scores by which experts are chosen.
+    choice_bias: Option<Param>,
 }
 
 /// What the router chose.
@@ -95,7 +97,12 @@ impl Gate {
         if let Some(bias) = &bias {
             init.state("balancing_bias", bias.clone());
         }
-        Gate { config, router, bias }
+        Gate { config, router, bias, choice_bias: None }
+    }
+
+    /// The same whose choices, but not their weights, see scores with this added.
+    pub(super) fn with_choice_bias(self, choice_bias: Option<Param>) -> Gate {
+        Gate { choice_bias, ..self }
     }
 
     pub(super) fn config(&self) -> &MoeConfig {
@@ -148,7 +155,10 @@ impl Gate {
         let wide = |operand: Operand| Ok::<_, TensorError>(Operand::from(ops::cast(operand, DType::F32)?));
         let seen = self.router.input(&seen)?;
         let logits = ops::linear(&seen, wide(weight)?, bias.map(wide).transpose()?, self.router.layout())?;
-        let probabilities = ops::softmax(&logits)?;
+        let probabilities = match self.config.scores {
+            RouterScores::Softmax => ops::softmax(&logits)?,
+            RouterScores::Sigmoid => ops::sigmoid(&logits)?,
+        };
         match &self.config.capacity {
             Some(capacity) => self.bounded(logits, probabilities, capacity, mode, used, draws),
             None => self.unbounded(logits, probabilities, used, draws),
@@ -171,11 +181,20 @@ impl Gate {
         if let Some(bias) = &self.bias {
             scores = ops::add(&scores, &Tensor::from_slice(&bias.values(), [count], &device)?)?;
         }
+        if let Some(bias) = &self.choice_bias {
+            scores = ops::add(&scores, &ops::cast(bias, DType::F32)?)?.detach();
+        }
+        if let Some(groups) = self.config.groups {
+            scores = within_groups(&scores, groups)?;
+        }
         let (_, mut experts) = ops::top_k(&scores, self.config.chosen)?;
         let mut weights = ops::gather(&probabilities, &experts)?;
         if self.config.normalized {
             let total = ops::reshape(&ops::sum_dim(&weights, 1)?, [tokens, 1])?;
             weights = ops::div(&weights, &total)?;
+        }
+        if self.config.factor != 1.0 {
+            weights = ops::affine(&weights, self.config.factor, 0.0)?;
         }
         if let Some(used) = used {
             // Only a mask on the host brings the choices there.
@@ -253,6 +272,20 @@ impl Gate {
             probabilities,
         })
     }
+}
+
+/// Scores `[tokens, experts]` of which those of groups that a token does not choose are too small to be chosen.
+fn within_groups(scores: &Tensor, ExpertGroups { groups, chosen, by }: ExpertGroups) -> Result<Tensor> {
+    let (tokens, each) = (scores.sizes()[0], scores.sizes()[1] / groups);
+    let apart = ops::reshape(scores, [tokens * groups, each])?;
+    let best = ops::top_k(&apart, if by == GroupScore::BestTwo { 2 } else { 1 })?.0;
+    let of_groups = ops::reshape(&ops::sum_dim(&best, 1)?, [tokens, groups])?;
+    let (_, chosen) = ops::top_k(&of_groups, chosen)?;
+    let marked = ops::sum_dim(&ops::one_hot(&chosen, groups, DType::F32)?, 1)?;
+    // One or zero, so this is nothing or out of reach.
+    let out_of_reach = ops::reshape(&ops::affine(&marked, 1e30, -1e30)?, [tokens, groups, 1])?;
+    let kept = ops::add(&ops::reshape(scores, [tokens, groups, each])?, &out_of_reach)?;
+    ops::reshape(&kept, [tokens, groups * each])
 }
 
 impl Choice {

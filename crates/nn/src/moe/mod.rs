@@ -34,19 +34,21 @@ mod experts;
 mod gate;
 mod losses;
 mod param_groups;
+mod stacked;
 mod statistics;
 
 pub use apart::{ExpertRanks, RankTokens};
-pub use config::{BalancedOver, Capacity, GateNoise, MoeConfig};
+pub use config::{BalancedOver, Capacity, ExpertGroups, GateNoise, GroupScore, MoeConfig, RouterScores};
 pub use experts::{Expert, Experts};
 pub use gate::{BalancingBias, GateDraws};
 pub use losses::{balance_loss, z_loss};
 pub use param_groups::{GroupPlan, PlannedGroup, split_param_groups};
+pub use stacked::StackedExperts;
 pub use statistics::{Routing, RoutingStatistics, RoutingTally};
 
 use ferrospeed_comm::Group;
 use ferrospeed_tensor::ops::{self, Routes};
-use ferrospeed_tensor::{Result, Tensor, profile};
+use ferrospeed_tensor::{Param, Result, Tensor, profile};
 
 use crate::init::Init;
 use crate::linear::Linear;
@@ -158,6 +160,11 @@ impl Moe {
             beside: None,
             path: init.path().to_owned(),
         }
+    }
+
+    /// The same whose choices, but not their weights, see scores with `[experts]` of a model's files added.
+    pub fn with_choice_bias(self, bias: Option<Param>) -> Moe {
+        Moe { gate: self.gate.with_choice_bias(bias), ..self }
     }
 
     fn check(&self) -> Result<()> {

@@ -116,6 +116,11 @@ pub struct AttentionSpec<'a> {
     pub key_bias: Option<&'a Tensor>,
     /// `[queries, keys]`, or `[heads, queries, keys]`, of f32, added to the scores.
     pub score_bias: Option<&'a Tensor>,
+    /// Scores are `cap·tanh(score/cap)` before anything is added to them.
+    pub score_cap: Option<f32>,
+    /// `[heads]` of f32: a score of nobody's beside those of the keys, which takes its share of the weights and gives nothing. The
+    /// log-sum-exp counts it.
+    pub sinks: Option<&'a Tensor>,
 }
 
 /// Some of the weights `[batch, heads, queries, keys]` of an attention of which other ranks compute the rest: whether one is
@@ -167,6 +172,10 @@ pub trait Attention: Memory {
     ) -> Result<()>;
     /// Whether it knows [`AttentionSpec::blocks`], `key_bias` and `score_bias`.
     fn attends_over_blocks(&self) -> bool {
+        false
+    }
+    /// Whether it knows [`AttentionSpec::score_cap`] and `sinks`, of sequences and of pages.
+    fn shapes_scores(&self) -> bool {
         false
     }
     /// Whether causal attention over whole sequences is so much faster than within documents that these are worth copying.

@@ -7,7 +7,7 @@ use crate::block_layout::BlockLayout;
 use crate::documents::Documents;
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
-use crate::ops::attention_documents;
+use crate::ops::{attention_documents, cast, exp, mul, neg, permute, reshape, sub, sum_dim};
 use crate::out::Out;
 use crate::param::Operand;
 use crate::profile::{self, Pass};
@@ -48,6 +48,12 @@ pub struct AttentionOptions {
     pub key_bias: Option<Tensor>,
     /// `[queries, keys]`, or `[heads, queries, keys]`, of f32, added to the scores after scaling. It gets no gradient.
     pub score_bias: Option<Tensor>,
+    /// Scores are `cap·tanh(score/cap)` before anything is added to them. Not for devices whose
+    /// [`shapes_scores`](crate::backend::Attention::shapes_scores) says no.
+    pub score_cap: Option<f32>,
+    /// `[heads]`: a score of nobody's beside those of the keys, which takes its share of the weights and gives nothing. For the
+    /// same devices.
+    pub sinks: Option<Operand>,
 }
 
 /// Where queries, keys and values lie inside one packed projection `[batch, tokens, width]`.
@@ -114,8 +120,18 @@ pub(super) struct Problem {
     pub(super) dropout: Option<(f32, RandomKey)>,
 }
 
+/// The sinks in f32.
+pub(super) fn sinks_of(options: &AttentionOptions) -> Result<Option<Tensor>> {
+    let Some(sinks) = &options.sinks else { return Ok(None) };
+    let value = sinks.read()?;
+    let mut wide = Tensor::empty(*value.shape(), DType::F32, value.device())?;
+    value.device().backend().cast(&value, wide.out()?)?;
+    Ok(Some(wide))
+}
+
 impl Problem {
-    pub(super) fn spec(&self) -> AttentionSpec<'_> {
+    /// `sinks` are those of [`sinks_of`].
+    pub(super) fn spec<'a>(&'a self, sinks: Option<&'a Tensor>) -> AttentionSpec<'a> {
         AttentionSpec {
             batch: self.batch,
             queries: self.queries,
@@ -136,6 +152,8 @@ impl Problem {
             blocks: self.options.blocks.as_ref(),
             key_bias: self.options.key_bias.as_ref(),
             score_bias: self.options.score_bias.as_ref(),
+            score_cap: self.options.score_cap,
+            sinks,
         }
     }
 
@@ -180,6 +198,11 @@ impl Problem {
             && !matches!(mask.dtype(), DType::U8 | DType::Bool)
         {
             return fail(format!("key_mask is {}, expected bool or u8", mask.dtype()));
+        }
+        if let Some(sinks) = &self.options.sinks
+            && sinks.shape().sizes() != [self.heads]
+        {
+            return fail(format!("sinks have shape {}, expected [{}]", sinks.shape(), self.heads));
         }
         let are_its_tokens =
             self.queries == self.keys && self.options.first_query.is_none_or(|first| first == 0);
@@ -226,7 +249,11 @@ impl Problem {
 
     /// Refuses what the device does not know.
     fn check_device(&self, device: &Device) -> Result<()> {
-        let AttentionOptions { blocks, key_bias, score_bias, .. } = &self.options;
+        let AttentionOptions { blocks, key_bias, score_bias, score_cap, sinks, .. } = &self.options;
+        if (score_cap.is_some() || sinks.is_some()) && !device.backend().shapes_scores() {
+            let what = "capped scores and sinks are known to the CPU's kernels alone";
+            return Err(TensorError::argument("attention", what));
+        }
         let is_plain = blocks.is_none() && key_bias.is_none() && score_bias.is_none();
         if is_plain || device.backend().attends_over_blocks() {
             return Ok(());
@@ -278,12 +305,14 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions)
     let [q, k, v] = [q, k, v].map(Operand::from);
     let places = [&q, &k, &v].map(|operand| Place::whole(operand.shape()));
     let (out, lse) = run(&problem, &[&*q.read()?, &*k.read()?, &*v.read()?], &places, *q.shape())?;
-    if !needs_grad(&[&q, &k, &v]) {
+    let mut operands = vec![&q, &k, &v];
+    operands.extend(&options.sinks);
+    if !needs_grad(&operands) {
         return Ok(out);
     }
     let saved = [q.saved(), k.saved(), v.saved()];
     let kept = out.detach();
-    Ok(record("attention", &[&q, &k, &v], out, move |dout| {
+    Ok(record("attention", &operands, out, move |dout| {
         let values = [saved[0].read()?, saved[1].read()?, saved[2].read()?];
         let inputs = [&*values[0], &*values[1], &*values[2]];
         let [dq, dk, dv] =
@@ -291,8 +320,29 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionOptions)
         let (mut dq, mut dk, mut dv) = (dq?, dk?, dv?);
         let gradients = [places[0].out(dq.out()?), places[1].out(dk.out()?), places[2].out(dv.out()?)];
         run_backward(&problem, &inputs, &places, &kept, &lse, &dout, gradients)?;
-        Ok(vec![Some(dq), Some(dk), Some(dv)])
+        let mut gradients = vec![Some(dq), Some(dk), Some(dv)];
+        if let Some(dsinks) = sink_gradient(&problem.options, &kept, &lse, &dout)? {
+            gradients.push(Some(dsinks));
+        }
+        Ok(gradients)
     }))
+}
+
+/// What sinks would have gained by a larger share: they give nothing, so it is what all keys together lose.
+fn sink_gradient(
+    options: &AttentionOptions,
+    out: &Tensor,
+    lse: &Tensor,
+    dout: &Tensor,
+) -> Result<Option<Tensor>> {
+    let Some(sinks) = sinks_of(options)? else { return Ok(None) };
+    let (out, dout) = (cast(out, DType::F32)?, cast(dout, DType::F32)?);
+    let lost_bht = permute(sum_dim(mul(&out, &dout)?, 3)?, &[0, 2, 1])?;
+    let share_bht = exp(sub(reshape(&sinks, [1, sinks.numel(), 1])?, lse)?)?;
+    let lost_bh = sum_dim(mul(&share_bht, &lost_bht)?, 2)?;
+    let dsinks = neg(sum_dim(&lost_bh, 0)?)?;
+    let dtype = options.sinks.as_ref().map_or(DType::F32, Operand::dtype);
+    Ok(Some(cast(&dsinks, dtype)?))
 }
 
 /// Attention over one packed projection `[batch, tokens, 3·heads·dim]`; the result is `[batch, tokens, heads·dim]`.
@@ -323,6 +373,10 @@ pub fn attention_packed(
         options: options.clone(),
     };
     problem.check()?;
+    if options.sinks.is_some() {
+        let what = "sinks get their gradient where queries, keys and values lie apart";
+        return Err(TensorError::argument("attention_packed", what));
+    }
     if let Some(batches) = attention_documents::batches(&problem, qkv) {
         let [q, k, v] = split_heads(qkv, heads, layout)?;
         let out = attention_documents::together([&q, &k, &v], &problem, batches)?;
@@ -366,7 +420,8 @@ pub(super) fn run(
     let mut lse = Tensor::empty([problem.batch, problem.heads, problem.queries], DType::F32, device)?;
     let [q, k, v] = [0, 1, 2].map(|i| places[i].of(inputs[i]));
     let target = Place::whole(&out_shape).out(out.out()?);
-    device.backend().attention(&problem.spec(), &q, &k, &v, target, lse.out()?)?;
+    let sinks = sinks_of(&problem.options)?;
+    device.backend().attention(&problem.spec(sinks.as_ref()), &q, &k, &v, target, lse.out()?)?;
     Ok((out, lse))
 }
 
@@ -384,8 +439,9 @@ pub(super) fn run_backward(
     problem.count(4);
     let whole = Place::whole(out.shape());
     let [q, k, v] = [0, 1, 2].map(|i| places[i].of(inputs[i]));
+    let sinks = sinks_of(&problem.options)?;
     out.device().backend().attention_backward(
-        &problem.spec(),
+        &problem.spec(sinks.as_ref()),
         &q,
         &k,
         &v,

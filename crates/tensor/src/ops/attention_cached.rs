@@ -2,7 +2,7 @@
 
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
-use crate::ops::attention::{AttentionOptions, PackedHeads, Place, Problem, expect_heads, run};
+use crate::ops::attention::{AttentionOptions, PackedHeads, Place, Problem, expect_heads, run, sinks_of};
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 
@@ -175,6 +175,13 @@ fn step(
     let cache = Place::whole(keys.shape());
     let target = Place::whole(&Shape::new(&[batch, 1, heads, dim])).out(out.out()?);
     let caches = [cache.out(keys.out()?), cache.out(values.out()?)];
-    place.device().backend().attention_step(&problem.spec(), [&q, &k, &v], caches, place, target)?;
+    let sinks = sinks_of(&problem.options)?;
+    place.device().backend().attention_step(
+        &problem.spec(sinks.as_ref()),
+        [&q, &k, &v],
+        caches,
+        place,
+        target,
+    )?;
     Ok(out)
 }

@@ -25,6 +25,8 @@ fn knows(problem: &Problem) -> bool {
         && options.key_mask.is_none()
         && options.alibi_slopes.is_none()
         && options.key_bias.is_none()
+        && options.score_cap.is_none()
+        && options.sinks.is_none()
         && problem.dropout.is_none()
 }
 
@@ -126,7 +128,7 @@ impl Together {
             let of = |x: &Tensor| place(x, first, problem.queries);
             let rows = problem.batch * problem.heads * problem.queries;
             q.device().backend().attention(
-                &problem.spec(),
+                &problem.spec(None),
                 &of(q).of(q),
                 &of(k).of(k),
                 &of(v).of(v),
@@ -155,7 +157,7 @@ impl Together {
             let rows = problem.batch * problem.heads * problem.queries;
             let gradients = [of(q).out(dq.out()?), of(k).out(dk.out()?), of(v).out(dv.out()?)];
             q.device().backend().attention_backward(
-                &problem.spec(),
+                &problem.spec(None),
                 &of(q).of(q),
                 &of(k).of(k),
                 &of(v).of(v),

@@ -4,7 +4,7 @@
 
 use crate::dtype::DType;
 use crate::error::{Result, TensorError};
-use crate::ops::attention::AttentionOptions;
+use crate::ops::attention::{AttentionOptions, sinks_of};
 use crate::ops::attention_cached::attention_cached;
 use crate::ops::{concat, index_select, reshape, rotary};
 use crate::pages::{PagedSpec, Pages};
@@ -65,9 +65,11 @@ fn attend(
     turn: Option<[&Tensor; 2]>,
     options: &AttentionOptions,
 ) -> Result<Tensor> {
-    let spec = PagedSpec { turn, ..check([q, k, v], [keys, values], pages, options)? };
+    let sinks = sinks_of(options)?;
+    let spec = PagedSpec { turn, sinks: sinks.as_ref(), ..check([q, k, v], [keys, values], pages, options)? };
     let backend = q.device().backend();
-    if !backend.reads_pages(q.dtype(), spec.dim) {
+    let is_plain = options.score_cap.is_none() && sinks.is_none();
+    if !backend.reads_pages(q.dtype(), spec.dim) || (!is_plain && !backend.shapes_scores()) {
         return attention_gathered([q, k, v], [keys, values], pages, options);
     }
     let mut out = Tensor::empty(*q.shape(), q.dtype(), q.device())?;
@@ -133,6 +135,8 @@ fn check<'a>(
         scale: options.scale.unwrap_or_else(|| 1.0 / (dim as f32).sqrt()),
         window: options.window,
         alibi_slopes: options.alibi_slopes.as_ref(),
+        score_cap: options.score_cap,
+        sinks: None,
         turn: None,
         rows,
         map: pages.map.as_deref(),

@@ -101,6 +101,9 @@ fn problem(
     if options.documents.is_some() {
         return Err(TensorError::argument(OP, "documents are known of whole sequences, not of parts"));
     }
+    if options.sinks.is_some() {
+        return Err(TensorError::argument(OP, "sinks are beside all keys, not beside parts of them"));
+    }
     let problem = Problem {
         batch: of_q[0],
         queries: of_q[1],
