@@ -74,15 +74,11 @@ pub use pipeline::{
     EvalOptions, Evaluation, Passed, Reduce, StageFailure, StageTimes, divide, divides_by_measure,
     initialize_pipeline, initialize_stages, measure_layers,
 };
+pub use placed::{PlacedOn, placement};
 pub use setup::{Options, Setup, init_inference, initialize, initialize_model, initialize_with};
 pub use state_access::{
     safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state, safe_get_local_fp32_param,
     safe_get_local_grad, safe_get_local_optimizer_state, safe_set_full_fp32_param,
     safe_set_full_optimizer_state, safe_set_local_fp32_param, safe_set_local_optimizer_state,
 };
-<<<<<<< HEAD
-pub use placed::{PlacedOn, placement};
-pub use setup::{Options, Setup, initialize, initialize_model, initialize_with};
-=======
->>>>>>> 37f5066e5291efcc11fe498b45bf94955f7f4ca2
 pub use timers::StepTimes;

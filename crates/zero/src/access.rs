@@ -74,7 +74,7 @@ impl ZeroStore {
                     .into(),
             )),
             Which::Gradient => Ok(share.weights()),
-            Which::State(_) if !share.trained => Err(fail("is frozen and has no optimizer states".into())),
+            Which::State(_) if !share.placed.trained => Err(fail("is frozen and has no optimizer states".into())),
             Which::State(name) => {
                 let names = self
                     .optimizer

@@ -11,7 +11,7 @@ use ferrospeed_models::{DecoderConfig, ModelError};
 use ferrospeed_nn::Parameters;
 use ferrospeed_nn::tensor_parallel::Between;
 use ferrospeed_train::{Recipe, TrainError, frozen_and_adapters};
-use ferrospeed_tune::model::{Model, from_hugging_face};
+use ferrospeed_tune::model::Model;
 use serde_json::Value;
 
 use super::config::{print_findings, refusal};
@@ -126,7 +126,7 @@ impl Asked {
             }
             false => {
                 let config = ferrospeed_train::model_config(&recipe, path).map_err(usage)?;
-                let shape = from_hugging_face(&config)
+                let shape = ferrospeed_train::shape(&config)
                     .map_err(|error| Failure::Usage(format!("{}: {error}", path.display())))?;
                 let (frozen, adapters) = frozen_and_adapters(&recipe, &config);
                 parameters = ferrospeed_train::parameters(&recipe, &config);

@@ -11,7 +11,7 @@ use ferrospeed_tensor::DType;
 use ferrospeed_train::{Recipe, TrainError};
 use ferrospeed_tune::cost::Rates;
 use ferrospeed_tune::layout::{Layout, Offload, Open, Space};
-use ferrospeed_tune::model::{Model, Transformer, from_hugging_face};
+use ferrospeed_tune::model::{Model, Transformer};
 use ferrospeed_tune::plan::{Processor, Tier, human};
 use ferrospeed_tune::search::{Answer, Found, Question, search};
 use serde_json::{Value, json};
@@ -78,7 +78,7 @@ impl Subject {
             return Err(Failure::Usage(why.to_owned()));
         }
         let config = ferrospeed_train::model_config(&recipe, path).map_err(usage)?;
-        let model = from_hugging_face(&config)
+        let model = ferrospeed_train::shape(&config)
             .map_err(|error| Failure::Usage(format!("{}: {error}", path.display())))?;
         let (read, auto, _) = recipe.unresolved().map_err(refusal)?;
         Ok(Subject {

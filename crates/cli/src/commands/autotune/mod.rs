@@ -20,7 +20,7 @@ use ferrospeed_observe::report::{TriedPoint, Tuning, render_tuning};
 use ferrospeed_tensor::DType;
 use ferrospeed_train::{Expected, Recipe, RunFolder};
 use ferrospeed_tune::layout::{Open, Space};
-use ferrospeed_tune::model::{Transformer, from_hugging_face};
+use ferrospeed_tune::model::Transformer;
 use ferrospeed_tune::plan::{Capacity, Plan, Processor, Purpose};
 use ferrospeed_tune::search::{self, Found, Question};
 use ferrospeed_tune::tuning::planned::{self, Outcome};
@@ -126,7 +126,7 @@ impl<'a> Search<'a> {
             ferrospeed_train::check(&recipe, args.recipe(), &folder, &mut ferrospeed_train::unheard)
                 .map_err(|error| usage(error.to_string()))?;
         let model =
-            from_hugging_face(&model_config).map_err(|error| usage(format!("autotuning: {error}")))?;
+            ferrospeed_train::shape(&model_config).map_err(|error| usage(format!("autotuning: {error}")))?;
         let (config, _) = recipe.config().map_err(|error| usage(error.to_string()))?;
         let capacity = train_memory::capacity(u64::from(recipe.ranks), args.device(), &config)
             .ok_or_else(|| usage("autotuning: this host does not say how much memory it has".into()))?;
