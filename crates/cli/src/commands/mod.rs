@@ -15,6 +15,8 @@ mod data_inspect;
 mod doctor;
 mod estimate;
 mod eval;
+mod fetch;
+mod from_hub;
 mod generate;
 mod launch;
 mod model;

@@ -9,11 +9,12 @@ use ferrospeed_config::{AutoValues, Config, PipelineStages};
 use ferrospeed_engine::refusals;
 use ferrospeed_models::{DecoderConfig, ModelError};
 use ferrospeed_nn::tensor_parallel::Between;
-use ferrospeed_train::{Recipe, TrainError, frozen_and_adapters};
+use ferrospeed_train::{FromHub, Recipe, TrainError, frozen_and_adapters};
 use ferrospeed_tune::model::{Model, from_hugging_face};
 use serde_json::Value;
 
 use super::config::{print_findings, refusal};
+use super::from_hub;
 use super::plan::PlanArgs;
 use super::train_start::check_besides_data;
 
@@ -92,6 +93,7 @@ impl Asked {
         overrides.extend(sizes(args));
         let usage = |error: TrainError| Failure::Usage(error.to_string());
         let mut recipe = Recipe::load(path, &overrides).map_err(usage)?;
+        from_hub::bring(&mut recipe, path, FromHub::ModelConfig)?;
         let mesh = recipe.mesh();
         // As `train` has it: options of the command bring the ranks that they need, a recipe says how many there are.
         let ranks = args.world_size.map_or_else(

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use ferrospeed_command::{Failure, terminal};
 use ferrospeed_config::{AutoValues, Config, DataType, Unresolved};
 use ferrospeed_tensor::DType;
-use ferrospeed_train::{Recipe, TrainError};
+use ferrospeed_train::{FromHub, Recipe, TrainError};
 use ferrospeed_tune::cost::Rates;
 use ferrospeed_tune::layout::{Layout, Offload, Open, Space};
 use ferrospeed_tune::model::{Model, Transformer, from_hugging_face};
@@ -17,6 +17,7 @@ use ferrospeed_tune::search::{Answer, Found, Question, search};
 use serde_json::{Value, json};
 
 use super::config::refusal;
+use super::from_hub;
 use super::plan::{PlanArgs, capacity, with_experts_over};
 use super::rates::Ranks;
 
@@ -71,7 +72,8 @@ impl Subject {
 
     fn of_recipe(args: &PlanArgs, path: &Path) -> Result<Subject, Failure> {
         let usage = |error: TrainError| Failure::Usage(error.to_string());
-        let recipe = Recipe::load(path, args.input.overrides()).map_err(usage)?;
+        let mut recipe = Recipe::load(path, args.input.overrides()).map_err(usage)?;
+        from_hub::bring(&mut recipe, path, FromHub::ModelConfig)?;
         let mesh = recipe.mesh();
         if mesh.pipe.get() > 1 {
             let why = "--search: pipeline stages are not searched; leave out pipeline.stages";

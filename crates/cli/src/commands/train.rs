@@ -18,6 +18,7 @@ use ferrospeed_train::{
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR2};
 
 use super::autotune::{self, Autotuning};
+use super::from_hub;
 use super::offload_folders::FoldersToMake;
 use super::old_recorders;
 use super::starter::Starter;
@@ -109,7 +110,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     // Before anything that takes its time: a signal must find somebody who hears it.
     let requests = watch_signals()?;
     let starter = Starter::of_this_process();
-    let mut recipe = args.load_recipe()?;
+    let mut recipe = args.load_recipe(&requests)?;
     let place = place::of_this_process()?;
     let folder = args.folder(&recipe);
     let Some(place) = place else {
@@ -186,9 +187,10 @@ impl Standing {
 
 impl TrainArgs {
     /// The recipe as the other arguments change it.
-    pub(super) fn load_recipe(&self) -> Result<Recipe, Failure> {
+    pub(super) fn load_recipe(&self, requests: &StopRequests) -> Result<Recipe, Failure> {
         let mut recipe = Recipe::load(&self.recipe, &self.overrides())
             .map_err(|error| Failure::Usage(error.to_string()))?;
+        from_hub::bring_for_run(&mut recipe, &self.recipe, requests)?;
         recipe.ranks = match (self.ranks, recipe.ranks) {
             (Some(ranks), _) => ranks,
             // Refused later, whatever else is asked for.

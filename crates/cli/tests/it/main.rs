@@ -17,6 +17,9 @@ mod evaluate;
 mod examined;
 mod examples;
 mod experts;
+mod hub;
+#[path = "../../../hub/tests/it/main.rs"]
+mod hub_itself;
 mod launch;
 mod launchers;
 mod limits;

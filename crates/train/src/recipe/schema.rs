@@ -125,6 +125,7 @@ const KNOWN_ELSEWHERE: [(&str, &str); 8] = [
     ("adapter.lora_alpha", "adapter.alpha"),
     ("adapter.lora_dropout", "adapter.dropout"),
     ("adapter.targets", "adapter.target_modules"),
+    key("hub", Kind::Text),
 ];
 
 const DATA: &[Key] = &[

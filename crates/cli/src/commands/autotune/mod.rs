@@ -18,7 +18,7 @@ use ferrospeed_command::terminal::print_output;
 use ferrospeed_launch::shell;
 use ferrospeed_observe::report::{TriedPoint, Tuning, render_tuning};
 use ferrospeed_tensor::DType;
-use ferrospeed_train::{Expected, Recipe, RunFolder};
+use ferrospeed_train::{Expected, Recipe, RunFolder, StopRequests};
 use ferrospeed_tune::layout::{Open, Space};
 use ferrospeed_tune::model::{Transformer, from_hugging_face};
 use ferrospeed_tune::plan::{Capacity, Plan, Processor, Purpose};
@@ -105,7 +105,7 @@ pub(super) fn run(args: &TrainArgs, mode: Autotuning) -> Result<ExitCode, Failur
 impl<'a> Search<'a> {
     fn new(args: &'a TrainArgs) -> Result<Search<'a>, Failure> {
         let usage = |why: String| Failure::Usage(why);
-        let mut recipe = args.load_recipe()?;
+        let mut recipe = args.load_recipe(&StopRequests::default())?;
         let space = recipe.ds_config.clone();
         recipe.ds_config = first_values(&space);
         if let Some(zero) =
