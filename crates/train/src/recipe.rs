@@ -84,6 +84,7 @@
 //! rank starts. `docs/recipes.md` says more.
 
 mod adapter;
+mod elsewhere;
 mod objective;
 mod problems;
 mod schema;
@@ -472,6 +473,12 @@ impl Recipe {
                 None if schema::is_recipe_key(first) => {
                     make_room(&mut value["ds_config"], assignment);
                     (&mut value, assignment.as_str())
+                }
+                None if let Some(own) = schema::of_other_programs(assignment) => {
+                    misread.push(format!(
+                        "--set {assignment}: is a key neither of recipes nor of ds_config; here it is {own}"
+                    ));
+                    continue;
                 }
                 None if let Some(near) = schema::misspelt_recipe_key(first) => {
                     misread.push(format!(

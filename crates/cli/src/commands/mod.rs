@@ -18,6 +18,7 @@ mod eval;
 mod fetch;
 mod from_hub;
 mod generate;
+pub(crate) mod grammar;
 mod launch;
 mod model;
 mod model_convert;
@@ -30,6 +31,7 @@ mod offload_folders;
 mod old_recorders;
 mod output_file;
 mod outputs;
+mod other_files;
 mod plan;
 mod plan_asked;
 mod plan_pipeline;
@@ -56,6 +58,11 @@ use ferrospeed_command::Failure;
 
 /// Trains and serves models larger than one device or machine, driven by ds_config.json.
 #[derive(Debug, Parser)]
+/// What `plan` is asked beside its own.
+const PLAN_HAS: &str = "Also:
+  ferrospeed plan estimate --params 7e9 -n 8   DeepSpeed's ZeRO-2 and ZeRO-3 estimators
+  ferrospeed plan pipeline zb-h1 --stages 4    a pipeline's schedule, drawn";
+
 #[command(name = "ferrospeed", version, arg_required_else_help = true)]
 pub(crate) struct Cli {
     #[command(subcommand)]
@@ -88,9 +95,12 @@ enum Command {
     Data(data::DataArgs),
     /// Say how many bytes each rank needs where, and whether they fit
     Plan(Box<plan::PlanArgs>),
-    /// Draw a pipeline's schedule, with its bubble, what stages hold and what they send
+    /// Draw a pipeline's schedule, with its bubble, what stages hold and what they send (plan pipeline)
+    #[command(hide = true)]
     PlanPipeline(plan_pipeline::PlanPipelineArgs),
-    /// Estimate memory by DeepSpeed's ZeRO formulas
+    /// Estimate memory by DeepSpeed's ZeRO formulas (plan estimate)
+    #[command(hide = true)]
+    #[command(after_help = PLAN_HAS)]
     Estimate(estimate::EstimateArgs),
     /// Count what the modules of a model cost: parameters, operations, time
     Profile(profile::ProfileArgs),

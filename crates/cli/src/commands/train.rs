@@ -21,6 +21,7 @@ use super::autotune::{self, Autotuning};
 use super::from_hub;
 use super::offload_folders::FoldersToMake;
 use super::old_recorders;
+use super::other_files;
 use super::starter::Starter;
 use super::train_start;
 use super::train_words;
@@ -188,6 +189,7 @@ impl Standing {
 impl TrainArgs {
     /// The recipe as the other arguments change it.
     pub(super) fn load_recipe(&self, requests: &StopRequests) -> Result<Recipe, Failure> {
+        other_files::check(&self.recipe)?;
         let mut recipe = Recipe::load(&self.recipe, &self.overrides())
             .map_err(|error| Failure::Usage(error.to_string()))?;
         from_hub::bring_for_run(&mut recipe, &self.recipe, requests)?;
