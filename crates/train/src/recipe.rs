@@ -103,8 +103,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::{Result, TrainError};
-use crate::mesh::MeshSizes;
 use crate::hub;
+use crate::mesh::MeshSizes;
 
 pub use adapter::{AdapterRecipe, TargetsRecipe};
 pub use objective::ObjectiveRecipe;
@@ -231,10 +231,10 @@ pub struct DataRecipe {
     /// Files of conversations, instructions, completions or texts, of which a part is learnt.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "hub::write_paths")]
     pub samples: Option<Vec<PathBuf>>,
-    /// What `samples` hold: `messages`, `sharegpt`, `alpaca`, `completion`, `text`, `preference` or `unpaired`; default: told by
     /// Data of the Hub by its name, in place of one of these lists.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hub: Option<String>,
+    /// What `samples` hold: `messages`, `sharegpt`, `alpaca`, `completion`, `text`, `preference` or `unpaired`; default: told by
     /// the first one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kind: Option<String>,
@@ -506,7 +506,7 @@ impl Recipe {
         let (unresolved, auto, _) = self.unresolved()?;
         let (config, report) = unresolved.resolve(self.data_ranks(), &auto)?;
         let warnings = report.warnings().map(|warning| warning.to_string()).chain(self.too_late(&config));
-        let warnings = warnings.collect();
+        let warnings = warnings.chain(self.schedule_of_another_run()).collect();
         Ok((config, warnings))
     }
 
@@ -516,6 +516,25 @@ impl Recipe {
         let batch = self.config()?.0.batch.train_batch_size.get();
         let steps = (epochs * sequences as f64 / batch as f64).ceil().max(1.0);
         Ok(Recipe { steps: steps as u64, epochs: None, ..self.clone() })
+    }
+
+    /// What to say of a learning rate whose schedule was written for another number of steps: `--set steps=40` does not change it.
+    pub fn schedule_of_another_run(&self) -> Option<String> {
+        let scheduler = &self.ds_config["scheduler"];
+        let written = scheduler["params"]["total_num_steps"].as_f64().map(|steps| steps as u64)?;
+        // How many steps epochs are is not known yet.
+        if written == self.steps || self.epochs.is_some() {
+            return None;
+        }
+        let what = match written > self.steps {
+            true => "the run ends before its schedule does",
+            false => "behind the end of its schedule the rate stays as it is",
+        };
+        Some(format!(
+            "scheduler.params.total_num_steps: {written}, and the run has {} steps: {what}; write \"auto\" and it follows the run's \
+             (--set scheduler.params.total_num_steps={})",
+            self.steps, self.steps
+        ))
     }
 
     /// What a configuration would begin when the run's last step is done.

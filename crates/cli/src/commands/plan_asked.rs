@@ -100,7 +100,7 @@ impl Asked {
             || match recipe.ranks {
                 // Refused below, whatever else is asked for.
                 0 => 0,
-                ranks => u64::from(ranks).max(asked_of_a_sample(args)),
+                ranks => u64::from(ranks).max(ranks_asked_for(args)),
             },
             |ranks| ranks.get().saturating_mul(mesh.ranks_of_a_sample() as u64),
         );
@@ -165,8 +165,11 @@ fn check_division(decoder: Option<&DecoderConfig>, config: &Config) -> Result<()
 }
 
 /// How many ranks the axes need that options of the command ask for.
-fn asked_of_a_sample(args: &PlanArgs) -> u64 {
-    [args.pp, args.tp, args.sp].into_iter().flatten().fold(1, |ranks, size| ranks.saturating_mul(size.get()))
+fn ranks_asked_for(args: &PlanArgs) -> u64 {
+    [args.pp, args.tp, args.sp, args.ep]
+        .into_iter()
+        .flatten()
+        .fold(1, |ranks, size| ranks.saturating_mul(size.get()))
 }
 
 /// What options of the command say of the mesh, as assignments of the configuration's keys.

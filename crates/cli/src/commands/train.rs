@@ -197,7 +197,7 @@ impl TrainArgs {
             (Some(ranks), _) => ranks,
             // Refused later, whatever else is asked for.
             (None, 0) => 0,
-            (None, ranks) => ranks.max(self.ranks_of_a_sample()),
+            (None, ranks) => ranks.max(self.ranks_asked_for()),
         };
         recipe.trace = self.trace.clone().or(recipe.trace);
         Ok(recipe)
@@ -242,8 +242,9 @@ impl TrainArgs {
     }
 
     /// How many ranks the axes need that are given here.
-    fn ranks_of_a_sample(&self) -> u32 {
-        [self.pp, self.tp, self.sp].into_iter().flatten().fold(1, u32::saturating_mul)
+    fn ranks_asked_for(&self) -> u32 {
+        // Experts are spread over ranks that see different samples, which there have to be.
+        [self.pp, self.tp, self.sp, self.ep].into_iter().flatten().fold(1, u32::saturating_mul)
     }
 
     /// Where the run goes, as far as it is asked for: that of an earlier one it leaves alone later.
