@@ -26,6 +26,7 @@ mod limits;
 mod model;
 mod monitors;
 mod observing;
+mod printed;
 mod profile;
 mod quickstart;
 mod refusals;
