@@ -8,7 +8,6 @@ mod progress;
 
 use std::process::ExitCode;
 
-use clap::Parser;
 use ferrospeed_command::terminal;
 use nix::sys::signal::{SigHandler, Signal, signal};
 
@@ -16,7 +15,7 @@ fn main() -> ExitCode {
     // A file that grows beyond the limit of a shell (`ulimit -f`) is then an error like that of a full disk, and no death.
     // SAFETY: no other thread is there yet, and no handler of ours is replaced.
     let _ = unsafe { signal(Signal::SIGXFSZ, SigHandler::SigIgn) };
-    let cli = match commands::Cli::try_parse() {
+    let cli = match commands::grammar::parse() {
         Ok(cli) => cli,
         // Clap's own code for help and version is 0, for bad usage 2.
         Err(error) => {

@@ -2,6 +2,7 @@
 
 mod device;
 mod failure;
+pub mod hub;
 pub mod patient;
 pub mod place;
 mod served_model;
@@ -11,5 +12,6 @@ pub mod writable;
 
 pub use device::DeviceChoice;
 pub use failure::Failure;
+pub use hub::NamedModel;
 pub use served_model::ServedModel;
 pub use size::parse_size;

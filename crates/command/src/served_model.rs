@@ -15,16 +15,15 @@ use ferrospeed_serve::together;
 use ferrospeed_serve::weights_home::WeightsHome;
 use ferrospeed_tensor::{Device, PackedBits};
 
+use crate::hub::{base_at, model_at};
 use crate::writable::unusable;
-use crate::{DeviceChoice, Failure};
+use crate::{DeviceChoice, Failure, NamedModel};
 
 /// The model, where it computes, and what bounds the work.
 #[derive(Debug, Args)]
 pub struct ServedModel {
-    /// The model: a directory with config.json and weights, a GGUF file, or a directory with an adapter (`bench serve` also takes
-    /// http://…)
-    #[arg(value_name = "DIR")]
-    model: PathBuf,
+    #[command(flatten)]
+    model: NamedModel,
     /// The model that an adapter is of [default: the directory that the adapter names]
     #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
@@ -76,7 +75,7 @@ fn at_least_one(text: &str) -> Result<usize, String> {
 impl ServedModel {
     /// Where a server is meant, its address.
     pub fn url(&self) -> Option<&str> {
-        self.model.to_str().filter(|text| text.starts_with("http://") || text.starts_with("https://"))
+        self.model.given().to_str().filter(|text| text.starts_with("http://") || text.starts_with("https://"))
     }
 
     /// Which option was given that only an engine of our own could follow.
@@ -107,33 +106,36 @@ impl ServedModel {
 
     /// Refuses a model that so many ranks could not hold, before any of them starts.
     pub fn check(&self, division: Division, ranks: usize) -> Result<(), Failure> {
-        model::check(&self.model, self.base.as_deref(), division, ranks)
+        let place = self.model.place()?;
+        let base = base_at(&place, self.base.as_deref())?;
+        model::check(&place, base.as_deref(), division, ranks)
             .map_err(|error| Failure::Usage(error.to_string()))
     }
 
     /// Computes what the first rank of a group, which serves the same model, tells this one, until it ends.
     pub fn follow(&self, group: &Group, division: Division) -> Result<(), Failure> {
-        let options = self.options(None, Some((group.clone(), division)));
+        let options = self.options(None, Some((group.clone(), division)))?;
         let (_, runner, _) = self.open(&options, &self.device.open()?)?;
         together::follow(group, runner).map_err(|error| Failure::Run(error.to_string()))
     }
 
-    fn options(&self, name: Option<&str>, ranks: Option<(Group, Division)>) -> OpenOptions {
-        OpenOptions {
+    fn options(&self, name: Option<&str>, ranks: Option<(Group, Division)>) -> Result<OpenOptions, Failure> {
+        let place = self.model.place()?;
+        Ok(OpenOptions {
             dtype: self.dtype.clone(),
             packed: self.quantize.as_deref().and_then(PackedBits::by_name),
             cache_bytes: self.cache_mib.saturating_mul(1 << 20),
             running: self.max_running,
-            name: name.map(str::to_owned),
+            name: name.map(str::to_owned).or_else(|| self.model.name()),
             ranks,
             weights: None,
-            base: self.base.clone(),
+            base: base_at(&place, self.base.as_deref())?,
             home: match &self.weights_in {
                 None => WeightsHome::Device,
                 Some(place) if place.as_os_str() == "host" => WeightsHome::host(),
                 Some(directory) => WeightsHome::disk(directory),
             },
-        }
+        })
     }
 
     fn open(
@@ -149,13 +151,13 @@ impl ServedModel {
             };
             why.map_or(Ok(()), |why| Err(Failure::Usage(format!("--weights-in: {why}"))))?;
         }
-        open(&self.model, options, device).map_err(|error| Failure::Usage(error.to_string()))
+        open(&self.model.place()?, options, device).map_err(|error| Failure::Usage(error.to_string()))
     }
 
     /// Opens it; the ranks of the group hold it together, and this one is the first.
     pub fn start_in(&self, name: Option<&str>, ranks: Option<(Group, Division)>) -> Result<Engine, Failure> {
         let device = self.device.open()?;
-        let options = self.options(name, ranks);
+        let options = self.options(name, ranks)?;
         let (facts, runner, blocks) = self.open(&options, &device)?;
         let limits = Limits {
             pass_tokens: self.pass_tokens,
@@ -167,7 +169,7 @@ impl ServedModel {
         let started = match (self.speculate.as_deref(), &self.draft_model) {
             (Some("draft"), Some(path)) => {
                 let draft = Draft::open(
-                    path,
+                    &model_at(path)?,
                     &OpenOptions {
                         packed: None,
                         name: None,

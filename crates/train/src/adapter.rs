@@ -6,6 +6,7 @@ use std::path::Path;
 
 use ferrospeed_checkpoint::{CheckpointError, agree};
 use ferrospeed_engine::Engine;
+use ferrospeed_hub::HubName;
 use ferrospeed_models::adapter::{self, AdapterFiles, stored_name};
 use ferrospeed_models::decoder::Spread;
 use ferrospeed_models::directory::encode;
@@ -127,7 +128,11 @@ pub(crate) fn export(engine: &Engine, model: &Decoder, base: &Path, folder: &Pat
 pub(crate) fn config(model: &Decoder, base: Option<&Path>) -> Option<Value> {
     let ((adapters, found), base) = (model.adapters()?, base?);
     // From wherever it is used later, this is where the model lies.
-    let base = std::path::absolute(base).unwrap_or_else(|_| base.to_path_buf()).display().to_string();
+    // A model of the Hub is known by its name everywhere, and lies elsewhere on another machine.
+    let base = match HubName::of_cached(base) {
+        Some(name) => name.repository().to_owned(),
+        None => std::path::absolute(base).unwrap_or_else(|_| base.to_path_buf()).display().to_string(),
+    };
     let inputs_first = model.config().layout == WeightLayout::InOut;
     Some(adapter::to_value(adapters, found.names(), &base, inputs_first))
 }

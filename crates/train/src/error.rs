@@ -15,6 +15,16 @@ pub enum TrainError {
         /// What is wrong, where, and what to write instead.
         problems: Vec<String>,
     },
+    /// What the recipe names of the Hub could not be brought.
+    #[error("{path} cannot be run yet:\n  {key}: {source}")]
+    Hub {
+        /// The recipe.
+        path: PathBuf,
+        /// Where the name stands.
+        key: String,
+        /// Why.
+        source: ferrospeed_hub::HubError,
+    },
     /// A file could not be read or written.
     #[error("{path}: {source}")]
     Io {

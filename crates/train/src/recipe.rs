@@ -10,7 +10,7 @@
 //! gradient_norms_every = 10 # steps between those in which the norm of each layer's gradient is taken; default: never
 //!
 //! [model]
-//! preset = "gpt2"          # or "llama"; or path = "a Hugging Face directory"; or config = "a config.json"
+//! preset = "gpt2"          # or "llama"; or path = "a Hugging Face directory, or a name on the Hub"; or config = "a config.json"
 //! layers = 4
 //! width = 256
 //! heads = 4
@@ -31,6 +31,7 @@
 //! # parquet = ["a.parquet"]             # the text in…
 //! # column = "text"                     # …this column
 //! # samples = ["chats.jsonl"]           # conversations, of which what the assistant says is learnt
+//! # hub = "org/name"                    # data of the Hugging Face Hub, like samples; with column or field like parquet or jsonl
 //! # tokens = ["train.bin"]              # nanoGPT's token files, as…
 //! # token_type = "u16"                  # …u16 or u32
 //! # megatron = ["data/my_text_document"] # prefixes of Megatron-LM's .bin and .idx
@@ -83,6 +84,7 @@
 //! rank starts. `docs/recipes.md` says more.
 
 mod adapter;
+mod elsewhere;
 mod objective;
 mod problems;
 mod schema;
@@ -101,6 +103,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::{Result, TrainError};
+use crate::hub;
 use crate::mesh::MeshSizes;
 
 pub use adapter::{AdapterRecipe, TargetsRecipe};
@@ -170,11 +173,11 @@ pub struct ModelRecipe {
     /// A new model of this family: `gpt2` or `llama`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub preset: Option<String>,
-    /// A Hugging Face directory whose weights are trained further.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// A Hugging Face directory whose weights are trained further, or the name of one on the Hub.
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "hub::write_path")]
     pub path: Option<PathBuf>,
     /// A new model by a Hugging Face `config.json`.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "hub::write_path")]
     pub config: Option<PathBuf>,
     /// Blocks of a preset.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -208,26 +211,29 @@ pub struct ModelRecipe {
 #[serde(deny_unknown_fields)]
 pub struct DataRecipe {
     /// Plain files, or folders of them.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "hub::write_paths")]
     pub text: Option<Vec<PathBuf>>,
     /// Which files of `text` folders.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub extensions: Vec<String>,
     /// JSON lines.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "hub::write_paths")]
     pub jsonl: Option<Vec<PathBuf>>,
     /// The field of `jsonl` that holds the text; default `text`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub field: Option<String>,
     /// Parquet files.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "hub::write_paths")]
     pub parquet: Option<Vec<PathBuf>>,
     /// The column of `parquet` that holds the text; default `text`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub column: Option<String>,
     /// Files of conversations, instructions, completions or texts, of which a part is learnt.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "hub::write_paths")]
     pub samples: Option<Vec<PathBuf>>,
+    /// Data of the Hub by its name, in place of one of these lists.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hub: Option<String>,
     /// What `samples` hold: `messages`, `sharegpt`, `alpaca`, `completion`, `text`, `preference` or `unpaired`; default: told by
     /// the first one.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -254,7 +260,7 @@ pub struct DataRecipe {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub synthetic: Option<u64>,
     /// How text becomes tokens: a `tokenizer.json`, or `bytes`. Default: the `tokenizer.json` beside the model, or bytes.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "hub::write_text")]
     pub tokenizer: Option<String>,
     /// Where text is kept as tokens, for other runs to share; default: the run's own folder.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -287,7 +293,7 @@ pub enum ValidationRecipe {
     /// This share of the sequences.
     Share(f64),
     /// Files of their own, of the same kind as those to train on.
-    Files(Vec<PathBuf>),
+    Files(#[serde(serialize_with = "hub::write_list")] Vec<PathBuf>),
 }
 
 impl Default for ValidationRecipe {
@@ -468,6 +474,12 @@ impl Recipe {
                     make_room(&mut value["ds_config"], assignment);
                     (&mut value, assignment.as_str())
                 }
+                None if let Some(own) = schema::of_other_programs(assignment) => {
+                    misread.push(format!(
+                        "--set {assignment}: is a key neither of recipes nor of ds_config; here it is {own}"
+                    ));
+                    continue;
+                }
                 None if let Some(near) = schema::misspelt_recipe_key(first) => {
                     misread.push(format!(
                         "--set {assignment}: '{first}' is a key neither of recipes nor of ds_config; did you mean '{near}'?"
@@ -494,7 +506,7 @@ impl Recipe {
         let (unresolved, auto, _) = self.unresolved()?;
         let (config, report) = unresolved.resolve(self.data_ranks(), &auto)?;
         let warnings = report.warnings().map(|warning| warning.to_string()).chain(self.too_late(&config));
-        let warnings = warnings.collect();
+        let warnings = warnings.chain(self.schedule_of_another_run()).collect();
         Ok((config, warnings))
     }
 
@@ -504,6 +516,25 @@ impl Recipe {
         let batch = self.config()?.0.batch.train_batch_size.get();
         let steps = (epochs * sequences as f64 / batch as f64).ceil().max(1.0);
         Ok(Recipe { steps: steps as u64, epochs: None, ..self.clone() })
+    }
+
+    /// What to say of a learning rate whose schedule was written for another number of steps: `--set steps=40` does not change it.
+    pub fn schedule_of_another_run(&self) -> Option<String> {
+        let scheduler = &self.ds_config["scheduler"];
+        let written = scheduler["params"]["total_num_steps"].as_f64().map(|steps| steps as u64)?;
+        // How many steps epochs are is not known yet.
+        if written == self.steps || self.epochs.is_some() {
+            return None;
+        }
+        let what = match written > self.steps {
+            true => "the run ends before its schedule does",
+            false => "behind the end of its schedule the rate stays as it is",
+        };
+        Some(format!(
+            "scheduler.params.total_num_steps: {written}, and the run has {} steps: {what}; write \"auto\" and it follows the run's \
+             (--set scheduler.params.total_num_steps={})",
+            self.steps, self.steps
+        ))
     }
 
     /// What a configuration would begin when the run's last step is done.

@@ -1,4 +1,4 @@
-//! `ferrospeed chat`: a talk with a model in the terminal.
+//! `ferrospeed chat`: a talk with a model in the terminal. Lines that begin with `/` are said to the program.
 
 use std::io::{BufRead, IsTerminal, Read, Write};
 use std::process::ExitCode;
@@ -49,7 +49,10 @@ pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
     let message = |role: &str, content: &str| Message { role: role.into(), content: content.into() };
     talk.extend(args.system.as_deref().map(|text| message("system", text)));
     let asks = std::io::stdin().is_terminal();
-    let mut unanswered = false;
+    if asks {
+        print_note("/help says what else can be said than what is asked; Ctrl-D ends it");
+    }
+    let (mut unanswered, mut tries) = (false, 0);
     let mut input = std::io::stdin().lock();
     loop {
         if asks {
@@ -66,11 +69,35 @@ pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, Failure> {
                 continue;
             }
         };
-        if line.trim().is_empty() {
-            continue;
+        match Word::of(&line) {
+            _ if line.trim().is_empty() => continue,
+            None => {
+                tries = 0;
+                talk.push(message("user", &line));
+            }
+            Some(Word::Help) => {
+                write_out(HELP);
+                continue;
+            }
+            Some(Word::Quit) => break,
+            Some(Word::New) => {
+                talk.retain(|message| message.role == "system");
+                continue;
+            }
+            Some(Word::Undo) => {
+                take_back(&mut talk, "user");
+                continue;
+            }
+            Some(Word::Again) => {
+                take_back(&mut talk, "assistant");
+                tries += 1;
+                if talk.last().is_none_or(|message| message.role != "user") {
+                    print_error("nothing has been asked yet");
+                    continue;
+                }
+            }
         }
-        talk.push(message("user", &line));
-        match answer(args, &engine, &talk) {
+        match answer(args, &engine, &talk, tries) {
             Ok(text) => talk.push(message("assistant", &text)),
             Err(why) => {
                 // What could not be answered is no part of the talk.
@@ -96,7 +123,45 @@ fn next_line(input: &mut impl BufRead) -> std::io::Result<Option<Result<String, 
     Ok((read > 0).then(|| String::from_utf8(line).map_err(refuse)))
 }
 
-fn answer(args: &ChatArgs, engine: &Engine, talk: &[Message]) -> Result<String, String> {
+/// What is said to this program and not to the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Word {
+    Help,
+    New,
+    Undo,
+    Again,
+    Quit,
+}
+
+const HELP: &str = "\
+/new    begin a new talk; what --system says stays
+/undo   take back what was asked last, and its answer
+/again  answer the last question otherwise
+/help   this list
+/quit   end it, as Ctrl-D does
+";
+
+impl Word {
+    fn of(line: &str) -> Option<Word> {
+        Some(match line.trim() {
+            "/help" | "/?" => Word::Help,
+            "/new" | "/reset" | "/clear" => Word::New,
+            "/undo" => Word::Undo,
+            "/again" | "/retry" | "/regen" => Word::Again,
+            "/quit" | "/exit" | "/bye" => Word::Quit,
+            _ => return None,
+        })
+    }
+}
+
+/// Takes back what was said last by a role, and all that came after it.
+fn take_back(talk: &mut Vec<Message>, role: &str) {
+    if let Some(at) = talk.iter().rposition(|message| message.role == role) {
+        talk.truncate(at);
+    }
+}
+
+fn answer(args: &ChatArgs, engine: &Engine, talk: &[Message], tries: u64) -> Result<String, String> {
     let facts = engine.facts();
     let prompt = facts.template.render(talk)?;
     let prompt = facts.readable(facts.codec.encode(&prompt).map_err(|error| error.to_string())?)?;
@@ -105,7 +170,7 @@ fn answer(args: &ChatArgs, engine: &Engine, talk: &[Message]) -> Result<String, 
     if room == 0 {
         return Err(format!(
             "the talk has come to {} tokens, and {longest} are the most that this model or its cache holds: say it in \
-             fewer words, or end with Ctrl-D and begin a new talk",
+             fewer words, or begin a new talk with /new",
             prompt.len()
         ));
     }
@@ -116,7 +181,7 @@ fn answer(args: &ChatArgs, engine: &Engine, talk: &[Message]) -> Result<String, 
     let sampling = SamplingOptions {
         temperature: args.temperature,
         top_p: args.top_p.unwrap_or(1.0),
-        seed: args.seed.wrapping_add(talk.len() as u64),
+        seed: args.seed.wrapping_add(talk.len() as u64).wrapping_add(tries << 32),
         ..Default::default()
     };
     let work = Work::Generate {

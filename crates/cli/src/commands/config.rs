@@ -1,17 +1,19 @@
 //! `ferrospeed config check|show|schema|docs`: what a ds_config.json says, and whether it can be used.
 
 use std::num::NonZeroU64;
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::ExitCode;
 
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, Subcommand};
 use ferrospeed_command::Failure;
+use ferrospeed_command::hub::HubName;
 use ferrospeed_command::terminal::{self, Colour, Paint};
 use ferrospeed_config::{AutoValues, Config, ConfigError, Diagnostic, Report, Severity, Unresolved};
 use ferrospeed_engine::refusals;
 use ferrospeed_train::recipe::trainer_defaults;
-use ferrospeed_train::{Recipe, TrainError, layer_reduction_problem};
+use ferrospeed_train::{FromHub, Recipe, TrainError, layer_reduction_problem};
 use serde_json::{Value, json};
 
 use super::train_start::besides_data;
@@ -103,7 +105,10 @@ impl InputArgs {
             let auto = trainer_defaults(&read, ranks.unwrap_or(NonZeroU64::MIN), self.auto_values());
             return Ok(Input { read, auto, recipe: None, contradictions: Vec::new() });
         };
-        let recipe = Recipe::load(path, &self.overrides).map_err(Failed::Recipe)?;
+        let mut recipe = Recipe::load(path, &self.overrides).map_err(Failed::Recipe)?;
+        recipe
+            .bring(path, FromHub::ModelConfig, &mut |_| ControlFlow::Continue(()))
+            .map_err(Failed::Recipe)?;
         let (read, auto, contradictions) = recipe.unresolved()?;
         Ok(Input { read, auto, recipe: Some(recipe), contradictions })
     }
@@ -182,6 +187,10 @@ fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
                     .map(|ranks| ranks.get().saturating_mul(recipe.mesh().ranks_of_a_sample() as u64));
                 recipe.ranks = ranks.map_or(recipe.ranks, |ranks| u32::try_from(ranks).unwrap_or(u32::MAX));
                 let (mut problems, model) = ferrospeed_train::problems(&recipe);
+                // Of a model of the Hub its configuration is brought to be looked at, and no weights.
+                if recipe.model.path.as_deref().and_then(HubName::of_cached).is_some() {
+                    problems.retain(|problem| !problem.contains("holds no weights"));
+                }
                 // What is wrong with the configuration itself is in the report, with its places.
                 let reported = recipe.config().err().map(|error| error.to_string().replace('\n', "\n  "));
                 problems.retain(|problem| Some(problem) != reported.as_ref());

@@ -9,12 +9,13 @@ use clap::{ArgGroup, Args, Subcommand, ValueEnum};
 use ferrospeed_command::Failure;
 use ferrospeed_command::terminal::{print_note, print_output};
 use ferrospeed_command::writable::impossible;
-use ferrospeed_train::{Analysis, Metric, Recipe, StopRequests, analyze, recipe_of_files};
+use ferrospeed_train::{Analysis, FromHub, Metric, Recipe, StopRequests, analyze, recipe_of_files};
 use serde_json::{Value, json};
 
 use super::data_inspect::{self, InspectArgs};
 use super::model::parse_count;
 use super::train_start::{failure, tell_preparing};
+use super::{fetch, from_hub};
 use crate::progress::grouped;
 
 #[derive(Debug, Args)]
@@ -29,6 +30,8 @@ enum Action {
     Analyze(AnalyzeArgs),
     /// Show samples as the model sees them, with what is learnt marked, and how long they are
     Inspect(InspectArgs),
+    /// Bring data from the Hugging Face Hub into its cache here, or what is new of it
+    Fetch(fetch::FetchArgs),
 }
 
 #[derive(Debug, Args)]
@@ -83,6 +86,7 @@ impl ValueEnum for Measure {
 pub(crate) fn run(args: &DataArgs) -> Result<ExitCode, Failure> {
     let args = match &args.action {
         Action::Inspect(args) => return data_inspect::run(args),
+        Action::Fetch(args) => return fetch::data(args),
         Action::Analyze(args) => args,
     };
     let (recipe, path) = match &args.recipe {
@@ -93,7 +97,8 @@ pub(crate) fn run(args: &DataArgs) -> Result<ExitCode, Failure> {
             (recipe, PathBuf::from("--data"))
         }
     };
-    let recipe = recipe.map_err(failure)?;
+    let mut recipe = recipe.map_err(failure)?;
+    from_hub::bring(&mut recipe, &path, FromHub::Everything)?;
     if let Some(why) = impossible(&args.out) {
         return Err(Failure::Usage(format!("--out: {why}")));
     }

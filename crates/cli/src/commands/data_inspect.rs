@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use ferrospeed_train::{Inspection, Recipe, Shown, inspect};
+use ferrospeed_train::{FromHub, Inspection, Recipe, Shown, inspect};
 
+use super::from_hub;
 use super::train_start::failure;
 use crate::progress::grouped;
 use ferrospeed_command::Failure;
@@ -25,7 +26,8 @@ pub(crate) struct InspectArgs {
 }
 
 pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
-    let recipe = Recipe::load(&args.recipe, &args.overrides).map_err(failure)?;
+    let mut recipe = Recipe::load(&args.recipe, &args.overrides).map_err(failure)?;
+    from_hub::bring(&mut recipe, &args.recipe, FromHub::Everything)?;
     let found = inspect(&recipe, &args.recipe, args.count).map_err(failure)?;
     print_output(&as_text(&found, Paint::for_stdout()))?;
     Ok(ExitCode::SUCCESS)

@@ -5,8 +5,9 @@ use std::process::ExitCode;
 
 use clap::Args;
 use ferrospeed_checkpoint::manifest::MANIFEST_FILE;
+use ferrospeed_command::hub::{Wanted, brought};
 use ferrospeed_command::terminal::{print_note, print_output};
-use ferrospeed_command::{DeviceChoice, Failure};
+use ferrospeed_command::{DeviceChoice, Failure, NamedModel};
 use ferrospeed_data::{SampleKind, TokenType};
 use ferrospeed_evaluate::{Change, EvaluateError, Model, Part, Reading, changes, evaluate};
 use ferrospeed_text::TrainOn;
@@ -18,9 +19,8 @@ use super::checkpoint_which::Which;
 /// Arguments of `eval`.
 #[derive(Debug, Args)]
 pub(crate) struct EvalArgs {
-    /// The model: a directory with config.json and weights or with an adapter, a run's folder, a checkpoint's, or a GGUF file
-    #[arg(value_name = "MODEL")]
-    model: PathBuf,
+    #[command(flatten)]
+    model: NamedModel,
     /// What to measure it on: samples, tasks, text or tokens; may be repeated
     #[arg(long, value_name = "FILE", required = true, num_args = 1..)]
     data: Vec<PathBuf>,
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<ExitCode, Failure> {
     }
     let kept = tempfile::tempdir()
         .map_err(|error| Failure::Run(format!("no folder for what is made on the way: {error}")))?;
-    let measured = measure(args, &args.model, args.checkpoint.as_deref(), kept.path())?;
+    let measured = measure(args, args.model.given(), args.checkpoint.as_deref(), kept.path())?;
     let against = match &args.against {
         None => None,
         Some(other) => Some(measure(args, other, args.against_checkpoint.as_deref(), kept.path())?),
@@ -93,7 +93,8 @@ fn measure(args: &EvalArgs, path: &Path, checkpoint: Option<&str>, kept: &Path) 
         error => Failure::Usage(error.to_string()),
     };
     let exported = tempfile::tempdir_in(kept).map_err(|error| Failure::Run(error.to_string()))?;
-    let directory = model_of(path, checkpoint, &exported.path().join("model"))?;
+    let place = brought(path, &Wanted::Model)?;
+    let directory = model_of(&place, checkpoint, &exported.path().join("model"))?;
     let model = Model::open(&directory, args.dtype.as_deref(), &args.device.open()?).map_err(failed)?;
     model.facts().notes().iter().for_each(|note| print_note(note));
     let reading = Reading {

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use ferrospeed_command::hub::base_at;
 use ferrospeed_command::terminal::{Paint, print_note, visible};
-use ferrospeed_command::{DeviceChoice, Failure};
+use ferrospeed_command::{DeviceChoice, Failure, NamedModel};
 use ferrospeed_models::decoder::{Positions, dtype_of_name};
 use ferrospeed_models::generate::{GenerateOptions, Sampling, generate};
 use ferrospeed_models::{Decoder, ModelConfig, ModelFiles};
@@ -19,9 +20,8 @@ const MAX_TOKENS: u64 = 1 << 24;
 /// Arguments of `generate`.
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArgs {
-    /// The model: a directory with config.json and weights, a GGUF file, or a directory with an adapter
-    #[arg(long, value_name = "DIR")]
-    model: PathBuf,
+    #[command(flatten)]
+    model: NamedModel,
     /// The model that an adapter is of [default: the directory that the adapter names]
     #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
@@ -76,9 +76,11 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     if args.prompt.is_empty() {
         return Err(Failure::Usage("--prompt must not be empty".into()));
     }
-    let files = ModelFiles::open_on(&args.model, args.base.as_deref()).map_err(usage)?;
+    let place = args.model.place()?;
+    let base = base_at(&place, args.base.as_deref())?;
+    let files = ModelFiles::open_on(&place, base.as_deref()).map_err(usage)?;
     let ModelConfig::Decoder(config) = files.model().map_err(usage)? else {
-        return Err(Failure::Usage(format!("{} is not a causal language model", args.model.display())));
+        return Err(Failure::Usage(format!("{} is not a causal language model", place.display())));
     };
     let codec = codec_of(&files, config.vocab).map_err(|error| Failure::Usage(error.to_string()))?;
     let model = Decoder::new(*config);

@@ -15,7 +15,11 @@ mod data_inspect;
 mod doctor;
 mod estimate;
 mod eval;
+mod fetch;
+mod from_hub;
 mod generate;
+pub(crate) mod grammar;
+mod init;
 mod launch;
 mod model;
 mod model_convert;
@@ -26,6 +30,7 @@ mod model_merge;
 mod node_launch;
 mod offload_folders;
 mod old_recorders;
+mod other_files;
 mod output_file;
 mod outputs;
 mod plan;
@@ -51,6 +56,11 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use ferrospeed_command::Failure;
+
+/// What `plan` is asked beside its own.
+const PLAN_HAS: &str = "Also:
+  ferrospeed plan estimate --params 7e9 -n 8   DeepSpeed's ZeRO-2 and ZeRO-3 estimators
+  ferrospeed plan pipeline zb-h1 --stages 4    a pipeline's schedule, drawn";
 
 /// Trains and serves models larger than one device or machine, driven by ds_config.json.
 #[derive(Debug, Parser)]
@@ -82,13 +92,18 @@ enum Command {
     Launch(Box<launch::LaunchArgs>),
     /// Check, show or document a ds_config.json
     Config(config::ConfigArgs),
-    /// Measure data, for a curriculum
+    /// Make a recipe of another program's file: Axolotl's or accelerate's YAML
+    Init(init::InitArgs),
+    /// Measure data, for a curriculum, or show what a model sees of it
     Data(data::DataArgs),
     /// Say how many bytes each rank needs where, and whether they fit
+    #[command(after_help = PLAN_HAS)]
     Plan(Box<plan::PlanArgs>),
-    /// Draw a pipeline's schedule, with its bubble, what stages hold and what they send
+    /// Draw a pipeline's schedule, with its bubble, what stages hold and what they send (plan pipeline)
+    #[command(hide = true)]
     PlanPipeline(plan_pipeline::PlanPipelineArgs),
-    /// Estimate memory by DeepSpeed's ZeRO formulas
+    /// Estimate memory by DeepSpeed's ZeRO formulas (plan estimate)
+    #[command(hide = true)]
     Estimate(estimate::EstimateArgs),
     /// Count what the modules of a model cost: parameters, operations, time
     Profile(profile::ProfileArgs),
@@ -130,6 +145,7 @@ pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
         Command::Launch(args) => launch::run(&args),
         Command::Config(args) => config::run(&args),
         Command::Data(args) => data::run(&args),
+        Command::Init(args) => init::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::PlanPipeline(args) => plan_pipeline::run(&args),
         Command::Estimate(args) => estimate::run(&args),

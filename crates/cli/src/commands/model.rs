@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use ferrospeed_command::Failure;
+use ferrospeed_command::hub::config_at;
 use ferrospeed_models::config::config_file;
 use ferrospeed_models::{DecoderConfig, ModelConfig, ModelError, WindowRule};
 use ferrospeed_nn::Parameters;
@@ -13,7 +14,7 @@ use serde_json::Value;
 
 #[derive(Debug, Args)]
 pub(super) struct ModelArgs {
-    /// A model: its Hugging Face folder, its config.json or its GGUF file
+    /// A model: its Hugging Face folder, its config.json, its GGUF file or its name on the Hub
     #[arg(long, value_name = "PATH", conflicts_with = "params")]
     model: Option<PathBuf>,
     /// The number of parameters, such as 7e9
@@ -78,8 +79,9 @@ impl ModelArgs {
 
 /// The configuration of a model, given as its directory, its `config.json` or its GGUF file; says which file it was.
 pub(super) fn read_config(path: &Path) -> Result<(PathBuf, Value), Failure> {
-    let read = ferrospeed_models::config::read_config(path);
-    Ok((config_file(path), read.map_err(|error| Failure::Usage(error.to_string()))?))
+    let path = config_at(path)?;
+    let read = ferrospeed_models::config::read_config(&path);
+    Ok((config_file(&path), read.map_err(|error| Failure::Usage(error.to_string()))?))
 }
 
 #[cfg(test)]

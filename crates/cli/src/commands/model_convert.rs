@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use ferrospeed_command::hub::model_at;
 use ferrospeed_command::{Failure, terminal};
 use ferrospeed_models::directory::convert;
 use ferrospeed_models::pack::pack;
@@ -13,7 +14,7 @@ use super::model_directory::{WriteArgs, refusal, summary};
 
 #[derive(Debug, Args)]
 pub(super) struct ConvertArgs {
-    /// The model: a directory with config.json and weights, or a GGUF file
+    /// The model: a directory with config.json and weights, a GGUF file, or a name on the Hub
     #[arg(value_name = "DIR")]
     source: PathBuf,
     /// The new directory
@@ -28,9 +29,10 @@ pub(super) struct ConvertArgs {
 
 pub(super) fn run(args: &ConvertArgs) -> Result<ExitCode, Failure> {
     let options = args.write.options();
+    let source = model_at(&args.source)?;
     let written = match args.quantize.as_deref().and_then(PackedBits::by_name) {
-        Some(bits) => pack(&args.source, &args.target, bits, &options),
-        None => convert(&args.source, &args.target, &options),
+        Some(bits) => pack(&source, &args.target, bits, &options),
+        None => convert(&source, &args.target, &options),
     };
     let written = written.map_err(refusal)?;
     terminal::print_output(&summary(&written, &args.target))?;

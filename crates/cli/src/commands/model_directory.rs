@@ -11,7 +11,7 @@ use ferrospeed_models::directory::{DEFAULT_SHARD_BYTES, WriteOptions};
 use ferrospeed_models::weights::Written;
 use ferrospeed_tune::plan::human;
 
-use super::{model_convert, model_init, model_inspect, model_merge};
+use super::{fetch, model_convert, model_init, model_inspect, model_merge};
 
 #[derive(Debug, Args)]
 pub(crate) struct ModelDirectoryArgs {
@@ -29,6 +29,8 @@ enum Action {
     Merge(model_merge::MergeArgs),
     /// Make a new model with random weights
     Init(model_init::InitArgs),
+    /// Bring a model from the Hugging Face Hub into its cache here, or what is new of it
+    Fetch(fetch::FetchArgs),
 }
 
 pub(crate) fn run(args: &ModelDirectoryArgs) -> Result<ExitCode, Failure> {
@@ -37,6 +39,7 @@ pub(crate) fn run(args: &ModelDirectoryArgs) -> Result<ExitCode, Failure> {
         Action::Convert(args) => model_convert::run(args),
         Action::Merge(args) => model_merge::run(args),
         Action::Init(args) => model_init::run(args),
+        Action::Fetch(args) => fetch::model(args),
     }
 }
 

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
+use ferrospeed_command::hub::config_at;
 use ferrospeed_command::{Failure, terminal};
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_models::adapter::AdapterFiles;
@@ -26,7 +27,8 @@ use super::model_directory::refusal;
 
 #[derive(Debug, Args)]
 pub(super) struct InspectArgs {
-    /// The model: a directory with config.json and, if there are any, weights, a GGUF file, or a directory with an adapter
+    /// The model: a directory with config.json and, if there are any, weights, a GGUF file, a directory with an adapter, or a
+    /// name on the Hub, of which the weights are looked at if they are here
     #[arg(value_name = "DIR")]
     directory: PathBuf,
     /// The model that an adapter is of [default: the directory that the adapter names]
@@ -72,21 +74,22 @@ struct Training {
 }
 
 pub(super) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
-    if AdapterFiles::are_in(&args.directory) && !WeightFiles::are_in(&args.directory) {
-        return adapter_inspect::run(&args.directory, args.base.as_deref(), args.json);
+    let directory = config_at(&args.directory)?;
+    if AdapterFiles::are_in(&directory) && !WeightFiles::are_in(&directory) {
+        return adapter_inspect::run(&directory, args.base.as_deref(), args.json);
     }
     if args.base.is_some() {
         let why = "is no directory with an adapter, so it has no base model; leave out --base";
         return Err(Failure::Usage(format!("{} {why}", args.directory.display())));
     }
-    let report = inspect(args)?;
+    let report = inspect(args, &directory)?;
     let text = if args.json { format!("{:#}", as_json(&report)) } else { as_text(&report) };
     terminal::print_output(&text)?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn inspect(args: &InspectArgs) -> Result<Report, Failure> {
-    let (path, value) = read_config(&args.directory)?;
+fn inspect(args: &InspectArgs, directory: &Path) -> Result<Report, Failure> {
+    let (path, value) = read_config(directory)?;
     let refuse = |why: String| Failure::Usage(format!("{}: {why}", path.display()));
     let config = ModelConfig::from_value(&value, WindowRule::default()).map_err(refusal)?;
     let shape = ferrospeed_train::shape(&value).map_err(|error| refuse(error.to_string()))?;
@@ -97,10 +100,10 @@ fn inspect(args: &InspectArgs) -> Result<Report, Failure> {
         *tensors += 1;
         *elements += param.numel() as u64;
     }
-    let opened = if gguf::is_gguf(&args.directory) {
-        Some(gguf::weights(&args.directory))
+    let opened = if gguf::is_gguf(directory) {
+        Some(gguf::weights(directory))
     } else {
-        WeightFiles::are_in(&args.directory).then(|| WeightFiles::open_directory(&args.directory))
+        WeightFiles::are_in(directory).then(|| WeightFiles::open_directory(directory))
     };
     let stored = if let Some(weights) = opened.transpose().map_err(refusal)? {
         weights.check(parameters.as_slice()).map_err(refusal)?;

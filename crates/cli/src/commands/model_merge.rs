@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use ferrospeed_command::hub::model_at;
 use ferrospeed_command::{Failure, terminal};
 use ferrospeed_models::directory::merge;
 
@@ -11,7 +12,7 @@ use super::model_directory::{WriteArgs, refusal, summary};
 
 #[derive(Debug, Args)]
 pub(super) struct MergeArgs {
-    /// The model that the adapter is of: a directory with config.json and weights
+    /// The model that the adapter is of: a directory with config.json and weights, or a name on the Hub
     #[arg(value_name = "BASE")]
     base: PathBuf,
     /// The directory with adapter_config.json, as a run with [adapter] or PEFT writes it
@@ -25,7 +26,8 @@ pub(super) struct MergeArgs {
 }
 
 pub(super) fn run(args: &MergeArgs) -> Result<ExitCode, Failure> {
-    let written = merge(&args.base, &args.adapter, &args.target, &args.write.options()).map_err(refusal)?;
+    let [base, adapter] = [model_at(&args.base)?, model_at(&args.adapter)?];
+    let written = merge(&base, &adapter, &args.target, &args.write.options()).map_err(refusal)?;
     terminal::print_output(&summary(&written, &args.target))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -10,11 +10,12 @@ use ferrospeed_engine::refusals;
 use ferrospeed_models::{DecoderConfig, ModelError};
 use ferrospeed_nn::Parameters;
 use ferrospeed_nn::tensor_parallel::Between;
-use ferrospeed_train::{Recipe, TrainError, frozen_and_adapters};
+use ferrospeed_train::{FromHub, Recipe, TrainError, frozen_and_adapters};
 use ferrospeed_tune::model::Model;
 use serde_json::Value;
 
 use super::config::{print_findings, refusal};
+use super::from_hub;
 use super::plan::PlanArgs;
 use super::train_start::check_besides_data;
 
@@ -99,13 +100,14 @@ impl Asked {
         overrides.extend(sizes(args));
         let usage = |error: TrainError| Failure::Usage(error.to_string());
         let mut recipe = Recipe::load(path, &overrides).map_err(usage)?;
+        from_hub::bring(&mut recipe, path, FromHub::ModelConfig)?;
         let mesh = recipe.mesh();
         // As `train` has it: options of the command bring the ranks that they need, a recipe says how many there are.
         let ranks = args.world_size.map_or_else(
             || match recipe.ranks {
                 // Refused below, whatever else is asked for.
                 0 => 0,
-                ranks => u64::from(ranks).max(asked_of_a_sample(args)),
+                ranks => u64::from(ranks).max(ranks_asked_for(args)),
             },
             |ranks| ranks.get().saturating_mul(mesh.ranks_of_a_sample() as u64),
         );
@@ -174,8 +176,11 @@ fn check_division(decoder: Option<&DecoderConfig>, config: &Config) -> Result<()
 }
 
 /// How many ranks the axes need that options of the command ask for.
-fn asked_of_a_sample(args: &PlanArgs) -> u64 {
-    [args.pp, args.tp, args.sp].into_iter().flatten().fold(1, |ranks, size| ranks.saturating_mul(size.get()))
+fn ranks_asked_for(args: &PlanArgs) -> u64 {
+    [args.pp, args.tp, args.sp, args.ep]
+        .into_iter()
+        .flatten()
+        .fold(1, |ranks, size| ranks.saturating_mul(size.get()))
 }
 
 /// What options of the command say of the mesh, as assignments of the configuration's keys.

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use ferrospeed_command::{Failure, terminal};
 use ferrospeed_config::{AutoValues, Config, DataType, Unresolved};
 use ferrospeed_tensor::DType;
-use ferrospeed_train::{Recipe, TrainError};
+use ferrospeed_train::{FromHub, Recipe, TrainError};
 use ferrospeed_tune::cost::Rates;
 use ferrospeed_tune::layout::{Layout, Offload, Open, Space};
 use ferrospeed_tune::model::{Model, Transformer};
@@ -17,6 +17,7 @@ use ferrospeed_tune::search::{Answer, Found, Question, search};
 use serde_json::{Value, json};
 
 use super::config::refusal;
+use super::from_hub;
 use super::plan::{PlanArgs, capacity, with_experts_over};
 use super::rates::Ranks;
 
@@ -71,7 +72,8 @@ impl Subject {
 
     fn of_recipe(args: &PlanArgs, path: &Path) -> Result<Subject, Failure> {
         let usage = |error: TrainError| Failure::Usage(error.to_string());
-        let recipe = Recipe::load(path, args.input.overrides()).map_err(usage)?;
+        let mut recipe = Recipe::load(path, args.input.overrides()).map_err(usage)?;
+        from_hub::bring(&mut recipe, path, FromHub::ModelConfig)?;
         let mesh = recipe.mesh();
         if mesh.pipe.get() > 1 {
             let why = "--search: pipeline stages are not searched; leave out pipeline.stages";
@@ -235,7 +237,7 @@ fn as_text(answer: &Answer, rates: &Rates, subject: &Subject) -> String {
             offload,
             human(found.plan.total(Tier::Device)),
             human(found.plan.total(Tier::Host)),
-            format!("{:.1} ms", 1e3 * found.time.total_s()),
+            duration(found.time.total_s()),
             count(found.samples_per_s * subject.sequence_length as f64),
             found.time.binding()
         );
@@ -249,6 +251,17 @@ fn as_text(answer: &Answer, rates: &Rates, subject: &Subject) -> String {
         let _ = writeln!(text, "{:<14} a rank sends per step: {sent}", "");
     }
     text
+}
+
+/// A time in the unit that somebody would say it in.
+fn duration(seconds: f64) -> String {
+    match seconds {
+        s if !s.is_finite() => "?".to_owned(),
+        s if s < 1.0 => format!("{:.1} ms", 1e3 * s),
+        s if s < 120.0 => format!("{s:.1} s"),
+        s if s < 7200.0 => format!("{:.1} min", s / 60.0),
+        s => format!("{:.1} h", s / 3600.0),
+    }
 }
 
 fn as_json(answer: &Answer, rates: &Rates, sequence_length: u64) -> String {
@@ -275,4 +288,15 @@ fn as_json(answer: &Answer, rates: &Rates, sequence_length: u64) -> String {
         "nearest": answer.nearest.as_ref().map(|found| json!({"layout": found.layout, "shortfalls": found.shortfalls})),
     });
     serde_json::to_string_pretty(&document).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::duration;
+
+    #[test]
+    fn a_step_of_hours_is_told_in_hours() {
+        let told = [0.0123, 8.0, 600.0, 8132.704].map(duration);
+        assert_eq!(told, ["12.3 ms", "8.0 s", "10.0 min", "2.3 h"]);
+    }
 }

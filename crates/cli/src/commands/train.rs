@@ -18,8 +18,10 @@ use ferrospeed_train::{
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR2};
 
 use super::autotune::{self, Autotuning};
+use super::from_hub;
 use super::offload_folders::FoldersToMake;
 use super::old_recorders;
+use super::other_files;
 use super::starter::Starter;
 use super::train_start;
 use super::train_words;
@@ -109,7 +111,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     // Before anything that takes its time: a signal must find somebody who hears it.
     let requests = watch_signals()?;
     let starter = Starter::of_this_process();
-    let mut recipe = args.load_recipe()?;
+    let mut recipe = args.load_recipe(&requests)?;
     let place = place::of_this_process()?;
     let folder = args.folder(&recipe);
     let Some(place) = place else {
@@ -186,14 +188,16 @@ impl Standing {
 
 impl TrainArgs {
     /// The recipe as the other arguments change it.
-    pub(super) fn load_recipe(&self) -> Result<Recipe, Failure> {
+    pub(super) fn load_recipe(&self, requests: &StopRequests) -> Result<Recipe, Failure> {
+        other_files::check(&self.recipe)?;
         let mut recipe = Recipe::load(&self.recipe, &self.overrides())
             .map_err(|error| Failure::Usage(error.to_string()))?;
+        from_hub::bring_for_run(&mut recipe, &self.recipe, requests)?;
         recipe.ranks = match (self.ranks, recipe.ranks) {
             (Some(ranks), _) => ranks,
             // Refused later, whatever else is asked for.
             (None, 0) => 0,
-            (None, ranks) => ranks.max(self.ranks_of_a_sample()),
+            (None, ranks) => ranks.max(self.ranks_asked_for()),
         };
         recipe.trace = self.trace.clone().or(recipe.trace);
         Ok(recipe)
@@ -238,8 +242,9 @@ impl TrainArgs {
     }
 
     /// How many ranks the axes need that are given here.
-    fn ranks_of_a_sample(&self) -> u32 {
-        [self.pp, self.tp, self.sp].into_iter().flatten().fold(1, u32::saturating_mul)
+    fn ranks_asked_for(&self) -> u32 {
+        // Experts are spread over ranks that see different samples, which there have to be.
+        [self.pp, self.tp, self.sp, self.ep].into_iter().flatten().fold(1, u32::saturating_mul)
     }
 
     /// Where the run goes, as far as it is asked for: that of an earlier one it leaves alone later.

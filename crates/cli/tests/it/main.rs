@@ -17,12 +17,16 @@ mod evaluate;
 mod examined;
 mod examples;
 mod experts;
+mod hub;
+#[path = "../../../hub/tests/it/main.rs"]
+mod hub_itself;
 mod launch;
 mod launchers;
 mod limits;
 mod model;
 mod monitors;
 mod observing;
+mod printed;
 mod profile;
 mod quickstart;
 mod refusals;

@@ -291,6 +291,32 @@ fn a_talk_goes_on_line_by_line() {
 }
 
 #[test]
+fn a_talk_can_be_taken_back_begun_anew_and_ended_by_words() {
+    let (_folder, model) = model();
+    let talk = |lines: &str| {
+        let arguments = ["chat", &model, "--temperature", "0", "--tokens", "5"];
+        let mut child = command(&arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        // It may have ended by then.
+        let _ = child.stdin.take().unwrap().write_all(lines.as_bytes());
+        let mut said = Vec::new();
+        child.stdout.take().unwrap().read_to_end(&mut said).unwrap();
+        assert_eq!(Running(child).wait(), 0);
+        said
+    };
+    let once = talk("hello\n");
+    for lines in [
+        "hello\n/undo\nhello\n",
+        "hello\n/new\nhello\n",
+        "hello\n/again\n",
+        "hello\n/undo\nhello\n/quit\nmore\n",
+    ] {
+        assert_eq!(talk(lines), [&once[..], &once].concat(), "{lines:?}");
+    }
+    let helped = String::from_utf8(talk("/help\n")).unwrap();
+    assert!(helped.contains("/undo   take back"), "{helped}");
+}
+
+#[test]
 fn an_answer_of_no_tokens_is_empty() {
     let (_folder, model) = model();
     let mut child = command(&["chat", &model, "--temperature", "0", "--tokens", "0"])

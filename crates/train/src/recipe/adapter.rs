@@ -15,7 +15,7 @@ pub struct AdapterRecipe {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kind: Option<String>,
     /// A directory with an adapter that is trained further: it says all but `dropout`.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "crate::hub::write_path")]
     pub path: Option<PathBuf>,
     /// How wide the middle of an adapter is; default 8.
     #[serde(skip_serializing_if = "Option::is_none")]

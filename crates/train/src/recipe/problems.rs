@@ -281,13 +281,14 @@ impl DataRecipe {
             .filter(|(_, list)| list.is_some())
             .map(|(name, _)| *name)
             .chain(self.synthetic.map(|_| "synthetic"))
+            .chain(self.hub.as_ref().map(|_| "hub"))
             .collect();
         if given.len() != 1 {
             let found = match &given[..] {
                 [] => "there is none".to_owned(),
                 several => format!("there are {}", several.join(" and ")),
             };
-            let known = "text, jsonl, parquet, samples, tokens, megatron and synthetic";
+            let known = "text, jsonl, parquet, samples, hub, tokens, megatron and synthetic";
             refuse(true, format!("data: give one of {known}; {found}"));
         }
         for (name, list) in lists {
@@ -304,13 +305,14 @@ impl DataRecipe {
             ("train_on", self.train_on.is_some(), "samples"),
             ("too_long", self.too_long.is_some(), "samples"),
         ] {
-            let misplaced = set && given.len() == 1 && given[0] != owner;
+            // What data of the Hub is, is known when it is here.
+            let misplaced = set && given.len() == 1 && ![owner, "hub"].contains(&given[0]);
             refuse(
                 misplaced,
                 format!("data.{option}: belongs to data.{owner}, not to data.{}", given.join("")),
             );
         }
-        let is_text = ["text", "jsonl", "parquet", "samples"].iter().any(|name| given.contains(name));
+        let is_text = ["text", "jsonl", "parquet", "samples", "hub"].iter().any(|name| given.contains(name));
         refuse(
             self.cache.is_some() && !given.is_empty() && !is_text,
             format!(

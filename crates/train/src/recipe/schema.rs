@@ -6,6 +6,8 @@
 use ferrospeed_config::whole;
 use serde_json::{Map, Value, json};
 
+use super::elsewhere;
+
 /// What a key holds.
 enum Kind {
     Text,
@@ -115,18 +117,6 @@ const ADAPTER: &[Key] = &[
     key("bias", Kind::Text),
 ];
 
-/// What other programs call a key of recipes.
-const KNOWN_ELSEWHERE: [(&str, &str); 8] = [
-    ("lora", "[adapter], with rank, alpha, target_modules"),
-    ("qlora", "[adapter], with rank, alpha, target_modules"),
-    ("dora", "[adapter], with use_dora = true"),
-    ("peft", "[adapter], with rank, alpha, target_modules"),
-    ("adapter.r", "adapter.rank"),
-    ("adapter.lora_alpha", "adapter.alpha"),
-    ("adapter.lora_dropout", "adapter.dropout"),
-    ("adapter.targets", "adapter.target_modules"),
-];
-
 const DATA: &[Key] = &[
     key("text", Kind::Texts),
     key("extensions", Kind::Texts),
@@ -135,6 +125,7 @@ const DATA: &[Key] = &[
     key("parquet", Kind::Texts),
     key("column", Kind::Text),
     key("samples", Kind::Texts),
+    key("hub", Kind::Text),
     key("kind", Kind::Text),
     key("chat_template", Kind::Text),
     key("train_on", Kind::Text),
@@ -223,6 +214,15 @@ pub(super) fn misspelt_recipe_key(name: &str) -> Option<&'static str> {
     (distance(near) < nearest_in_config).then_some(near)
 }
 
+/// What to write for a key of other programs that was given to `--set`, where neither recipes nor ds_config have one of that name.
+pub(super) fn of_other_programs(assignment: &str) -> Option<&'static str> {
+    let path = assignment.split('=').next().unwrap_or_default();
+    let first = path.split('.').next().unwrap_or_default();
+    let is_of_config =
+        ferrospeed_config::table::ROOT.iter().any(|key| key.name == first || key.aliases.contains(&first));
+    if is_of_config { None } else { elsewhere::ours(path) }
+}
+
 /// Everything that does not fit the table; afterwards `recipe` does.
 pub(super) fn check(recipe: &mut Map<String, Value>) -> Vec<String> {
     let mut problems = Vec::new();
@@ -254,9 +254,8 @@ fn check_table(table: &mut Map<String, Value>, keys: &[Key], prefix: &str, probl
         table.remove(&name);
         let names = keys.iter().map(|key| key.name);
         let path = format!("{prefix}{name}");
-        let elsewhere = KNOWN_ELSEWHERE.iter().find(|(known, _)| *known == path);
         let advice = match nearest(&name, names.clone()) {
-            _ if let Some((_, own)) = elsewhere => format!("here it is {own}"),
+            _ if let Some(own) = elsewhere::ours(&path) => format!("here it is {own}"),
             Some(near) => format!("did you mean '{prefix}{near}'?"),
             None => format!("known are {}", names.collect::<Vec<_>>().join(", ")),
         };

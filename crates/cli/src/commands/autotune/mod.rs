@@ -18,7 +18,7 @@ use ferrospeed_command::terminal::print_output;
 use ferrospeed_launch::shell;
 use ferrospeed_observe::report::{TriedPoint, Tuning, render_tuning};
 use ferrospeed_tensor::DType;
-use ferrospeed_train::{Expected, Recipe, RunFolder};
+use ferrospeed_train::{Expected, Recipe, RunFolder, StopRequests};
 use ferrospeed_tune::layout::{Open, Space};
 use ferrospeed_tune::model::Transformer;
 use ferrospeed_tune::plan::{Capacity, Plan, Processor, Purpose};
@@ -105,7 +105,7 @@ pub(super) fn run(args: &TrainArgs, mode: Autotuning) -> Result<ExitCode, Failur
 impl<'a> Search<'a> {
     fn new(args: &'a TrainArgs) -> Result<Search<'a>, Failure> {
         let usage = |why: String| Failure::Usage(why);
-        let mut recipe = args.load_recipe()?;
+        let mut recipe = args.load_recipe(&StopRequests::default())?;
         let space = recipe.ds_config.clone();
         recipe.ds_config = first_values(&space);
         if let Some(zero) =
@@ -258,7 +258,19 @@ impl<'a> Search<'a> {
             let (config, _) = recipe.config().ok().filter(|_| recipe.problems().is_empty())?;
             (config.batch.train_batch_size.get() <= limit).then_some(config)
         });
-        Ok(answer.fitting)
+        Ok(self.worth_a_run(answer.fitting))
+    }
+
+    /// Layouts whose run would not take minutes by the model of costs: one with a micro-batch that is far too large for the model says
+    /// nothing that a smaller one does not. Where all are slow, all stay.
+    fn worth_a_run(&self, fitting: Vec<Found>) -> Vec<Found> {
+        const LONGEST_RUN_S: f64 = 60.0;
+        let steps = (self.settings.end_profile_step + 1) as f64;
+        let is_brief = |found: &Found| found.time.total_s() * steps <= LONGEST_RUN_S;
+        match fitting.iter().any(is_brief) {
+            true => fitting.into_iter().filter(is_brief).collect(),
+            false => fitting,
+        }
     }
 
     /// The best configuration, and the command that trains with it.
