@@ -8,12 +8,13 @@ use std::collections::BTreeMap;
 use ferrospeed_engine::machine::Peak;
 use ferrospeed_tensor::Category;
 use ferrospeed_tune::cost::{Limit, Rates, StepWork, step_work};
-use ferrospeed_tune::model::{Model, from_hugging_face};
+use ferrospeed_tune::model::Model;
 use ferrospeed_tune::plan::{Operands, Plan, Processor, Purpose, Request, Tier, plan};
 use serde_json::{Value, json};
 
 use crate::adapter::frozen_and_adapters;
 use crate::recipe::Recipe;
+use crate::shape::shape_of;
 
 /// What a recipe needs of each rank, and what each does in a step.
 #[derive(Debug, Clone)]
@@ -33,7 +34,7 @@ impl Expected {
             return None;
         }
         let (frozen, adapters) = frozen_and_adapters(recipe, model);
-        let shape = from_hugging_face(model).ok()?.with_adapters(frozen, adapters);
+        let shape = shape_of(model).ok()?.with_adapters(frozen, adapters);
         let shape = shape.in_slices(mesh.tensor.get() as u64);
         let shape = shape.with_experts_over(mesh.expert.get() as u64)?;
         let sequence_ranks = mesh.sequence.get() as u64;

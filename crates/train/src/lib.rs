@@ -29,6 +29,7 @@ mod records;
 mod resume;
 mod routing;
 mod run;
+mod shape;
 mod told;
 
 pub use adapter::frozen_and_adapters;
@@ -46,6 +47,7 @@ pub use recipe::Recipe;
 pub use records::report_failure;
 pub use resume::Resume;
 pub use run::{Job, Observing, ObservingCost, Progress, RunInfo, Summary, run};
+pub use shape::shape_of;
 
 #[cfg(test)]
 extern crate self as ferrospeed_train;

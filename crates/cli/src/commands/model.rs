@@ -6,8 +6,9 @@ use clap::Args;
 use ferrospeed_command::Failure;
 use ferrospeed_models::config::config_file;
 use ferrospeed_models::{DecoderConfig, ModelConfig, ModelError, WindowRule};
+use ferrospeed_train::shape_of;
 use ferrospeed_tune::estimate::ModelSize;
-use ferrospeed_tune::model::{Model, from_hugging_face};
+use ferrospeed_tune::model::Model;
 use serde_json::Value;
 
 #[derive(Debug, Args)]
@@ -58,7 +59,7 @@ impl ModelArgs {
         };
         let (path, config) = read_config(path)?;
         let refuse = |why: String| Failure::Usage(format!("{}: {why}", path.display()));
-        let transformer = from_hugging_face(&config).map_err(|error| refuse(error.to_string()))?;
+        let transformer = shape_of(&config).map_err(|error| refuse(error.to_string()))?;
         let decoder = match ModelConfig::from_value(&config, WindowRule::default()) {
             Ok(ModelConfig::Decoder(decoder)) => Some(*decoder),
             Err(error @ ModelError::Config { .. }) => return Err(refuse(error.to_string())),

@@ -9,8 +9,8 @@ use ferrospeed_config::{AutoValues, Config, PipelineStages};
 use ferrospeed_engine::refusals;
 use ferrospeed_models::{DecoderConfig, ModelError};
 use ferrospeed_nn::tensor_parallel::Between;
-use ferrospeed_train::{Recipe, TrainError, frozen_and_adapters};
-use ferrospeed_tune::model::{Model, from_hugging_face};
+use ferrospeed_train::{Recipe, TrainError, frozen_and_adapters, shape_of};
+use ferrospeed_tune::model::Model;
 use serde_json::Value;
 
 use super::config::{print_findings, refusal};
@@ -118,7 +118,7 @@ impl Asked {
             }
             false => {
                 let config = ferrospeed_train::model_config(&recipe, path).map_err(usage)?;
-                let shape = from_hugging_face(&config)
+                let shape = shape_of(&config)
                     .map_err(|error| Failure::Usage(format!("{}: {error}", path.display())))?;
                 let (frozen, adapters) = frozen_and_adapters(&recipe, &config);
                 Model::Transformer(shape.with_adapters(frozen, adapters))

@@ -8,10 +8,10 @@ use std::process::ExitCode;
 use ferrospeed_command::{Failure, terminal};
 use ferrospeed_config::{AutoValues, Config, DataType, Unresolved};
 use ferrospeed_tensor::DType;
-use ferrospeed_train::{Recipe, TrainError};
+use ferrospeed_train::{Recipe, TrainError, shape_of};
 use ferrospeed_tune::cost::Rates;
 use ferrospeed_tune::layout::{Layout, Offload, Open, Space};
-use ferrospeed_tune::model::{Model, Transformer, from_hugging_face};
+use ferrospeed_tune::model::{Model, Transformer};
 use ferrospeed_tune::plan::{Processor, Tier, human};
 use ferrospeed_tune::search::{Answer, Found, Question, search};
 use serde_json::{Value, json};
@@ -78,8 +78,8 @@ impl Subject {
             return Err(Failure::Usage(why.to_owned()));
         }
         let config = ferrospeed_train::model_config(&recipe, path).map_err(usage)?;
-        let model = from_hugging_face(&config)
-            .map_err(|error| Failure::Usage(format!("{}: {error}", path.display())))?;
+        let model =
+            shape_of(&config).map_err(|error| Failure::Usage(format!("{}: {error}", path.display())))?;
         let (read, auto, _) = recipe.unresolved().map_err(refusal)?;
         Ok(Subject {
             model,

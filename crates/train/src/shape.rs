@@ -1,0 +1,98 @@
+//! The shape of any model that can be trained, for estimates: as its `config.json` is read by itself where the family is known there, and
+//! else as the model is built, from whose parameters it is counted.
+
+use ferrospeed_models::decoder::{Decoder, DecoderConfig, FeedForward, Residual};
+use ferrospeed_models::{ModelConfig, WindowRule};
+use ferrospeed_tune::estimate::ModelSize;
+use ferrospeed_tune::model::{ModelError, Transformer, from_hugging_face};
+use serde_json::Value;
+
+/// The shape of the model with this `config.json`.
+pub fn shape_of(config: &Value) -> Result<Transformer, ModelError> {
+    let known = from_hugging_face(config);
+    let (Err(ModelError::UnknownFamily { .. }), Ok(ModelConfig::Decoder(decoder))) =
+        (&known, ModelConfig::from_value(config, WindowRule::default()))
+    else {
+        return known;
+    };
+    Ok(counted(*decoder))
+}
+
+fn counted(config: DecoderConfig) -> Transformer {
+    let wide = |size: usize| size as u64;
+    let model = Decoder::new(config);
+    let config = model.config();
+    let params = model.parameters().as_slice();
+    let below = |place: &str, name: &str| name.strip_prefix(place).is_some_and(|rest| rest.starts_with('.'));
+    let numel_of = |chosen: &dyn Fn(&str) -> bool| -> u64 {
+        params.iter().filter(|param| chosen(param.name())).map(|param| wide(param.numel())).sum()
+    };
+    let in_blocks = numel_of(&|name| below(config.names.blocks, name));
+    let of_experts = numel_of(&|name| name.contains(".experts."));
+    let layers = wide(config.layers).max(1);
+    let (gated, packed_gate, experts, chosen, intermediate) = match &config.feed_forward {
+        FeedForward::Plain { .. } => (false, false, 0, 1, wide(config.inner_width)),
+        FeedForward::Gated { .. } => (true, false, 0, 1, wide(config.inner_width)),
+        FeedForward::GatedPacked { .. } => (true, true, 0, 1, wide(config.inner_width)),
+        FeedForward::Mixture(mixture) => {
+            let (chosen, shared) = (wide(mixture.chosen), wide(mixture.shared_width.unwrap_or(0)));
+            // What every token passes is spread over its experts.
+            let inner = wide(mixture.inner_width) + shared.div_ceil(chosen);
+            (true, false, wide(mixture.experts), chosen, inner)
+        }
+    };
+    Transformer {
+        hidden: wide(config.width),
+        layers,
+        heads: wide(config.heads),
+        kv_heads: wide(config.kv_heads),
+        head_dim: wide(config.head_dim),
+        intermediate,
+        vocab: wide(config.vocab),
+        max_positions: wide(config.max_tokens),
+        gated,
+        packed_gate,
+        experts_per_token: chosen,
+        experts,
+        expert_params: of_experts.div_ceil(layers),
+        params_elsewhere: 0,
+        // Sums and their norms; a norm behind each half is two more.
+        stream_copies: match config.residual {
+            Residual::Parallel | Residual::ParallelOneNorm => 3,
+            Residual::Sandwich => 6,
+            Residual::PreNorm | Residual::PreNormResidual | Residual::PostNorm | Residual::BranchNorm => 4,
+        },
+        keeps_logits: config.head.bias,
+        slices: 1,
+        tied_head: config.tied,
+        layer_params: in_blocks.div_ceil(layers),
+        frozen_params: 0,
+        adapter_params: 0,
+        size: ModelSize {
+            total_params: params.iter().map(|param| wide(param.numel())).sum(),
+            largest_layer_params: params.iter().map(|param| wide(param.numel())).max().unwrap_or(0),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_family_that_estimates_do_not_know_is_counted_by_its_parameters() {
+        let config = json!({
+            "model_type": "gemma2", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 34, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        });
+        let shape = shape_of(&config).unwrap();
+        let layer = 24 * 8 * (2 * 4 + 2 * 2) + 3 * 24 * 34 + 4 * 24;
+        assert_eq!((shape.layer_params, shape.size.total_params), (layer, 61 * 24 + 3 * layer + 24));
+        assert!(shape.tied_head && shape.gated && shape.stream_copies == 6);
+        assert!(matches!(shape_of(&json!({ "model_type": "rnn" })), Err(ModelError::UnknownFamily { .. })));
+        let known = json!({ "model_type": "llama" });
+        assert_eq!(shape_of(&known), from_hugging_face(&known));
+    }
+}
