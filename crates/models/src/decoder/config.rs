@@ -407,9 +407,12 @@ impl DecoderConfig {
             return refuse(why);
         }
         let inner = match &self.feed_forward {
-            FeedForward::Mixture(_) if between == Between::OwnTokens => Vec::new(),
             FeedForward::Mixture(mixture) => {
-                std::iter::once(mixture.inner_width).chain(mixture.shared_width).collect()
+                // Where ranks have tokens of their own, experts stay whole; layers without a mixture are cut like any other.
+                let experts = std::iter::once(mixture.inner_width).chain(mixture.shared_width);
+                let experts = experts.filter(|_| between != Between::OwnTokens);
+                let dense = mixture.dense.contains(&true).then_some(self.inner_width);
+                experts.chain(dense).collect()
             }
             FeedForward::Plain { .. } | FeedForward::Gated { .. } | FeedForward::GatedPacked { .. } => {
                 vec![self.inner_width]
