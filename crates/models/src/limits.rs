@@ -8,8 +8,15 @@ pub(crate) const MAX_SIZE: usize = 1 << 24;
 /// Blocks, and experts in each: each of them has tensors and names of its own.
 pub(crate) const MAX_LAYERS: usize = 1 << 14;
 /// The keys that [`MAX_LAYERS`] bounds.
-pub(crate) const PER_LAYER_KEYS: [&str; 4] =
-    ["n_layer", "num_hidden_layers", "num_local_experts", "num_experts"];
+pub(crate) const PER_LAYER_KEYS: [&str; 7] = [
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_hidden_layers",
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+];
 /// Blocks of feed-forward in all, experts counted one by one.
 const MAX_EXPERTS: u128 = 1 << 18;
 /// Weights in all: a thousand times the largest model there is.

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use crate::adapter::frozen_and_adapters;
 use crate::recipe::Recipe;
+use crate::shape::shape_of;
 
 /// What a recipe needs of each rank, and what each does in a step.
 #[derive(Debug, Clone)]
@@ -33,7 +34,7 @@ impl Expected {
             return None;
         }
         let (frozen, adapters) = frozen_and_adapters(recipe, model);
-        let shape = crate::shape::shape(model).ok()?.with_adapters(frozen, adapters);
+        let shape = shape_of(model).ok()?.with_adapters(frozen, adapters);
         let shape = shape.in_slices(mesh.tensor.get() as u64);
         let shape = shape.with_experts_over(mesh.expert.get() as u64)?;
         let sequence_ranks = mesh.sequence.get() as u64;

@@ -49,7 +49,7 @@ pub use recipe::Recipe;
 pub use records::report_failure;
 pub use resume::Resume;
 pub use run::{Job, Observing, ObservingCost, Progress, RunInfo, Summary, run};
-pub use shape::shape;
+pub use shape::shape_of;
 
 #[cfg(test)]
 extern crate self as ferrospeed_train;

@@ -8,6 +8,7 @@ use ferrospeed_command::hub::config_at;
 use ferrospeed_models::config::config_file;
 use ferrospeed_models::{DecoderConfig, ModelConfig, ModelError, WindowRule};
 use ferrospeed_nn::Parameters;
+use ferrospeed_train::shape_of;
 use ferrospeed_tune::estimate::ModelSize;
 use ferrospeed_tune::model::Model;
 use serde_json::Value;
@@ -66,7 +67,7 @@ impl ModelArgs {
         };
         let (path, config) = read_config(path)?;
         let refuse = |why: String| Failure::Usage(format!("{}: {why}", path.display()));
-        let transformer = ferrospeed_train::shape(&config).map_err(|error| refuse(error.to_string()))?;
+        let transformer = shape_of(&config).map_err(|error| refuse(error.to_string()))?;
         let decoder = match ModelConfig::from_value(&config, WindowRule::default()) {
             Ok(ModelConfig::Decoder(decoder)) => Some(*decoder),
             Err(error @ ModelError::Config { .. }) => return Err(refuse(error.to_string())),

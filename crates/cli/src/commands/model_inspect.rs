@@ -16,6 +16,7 @@ use ferrospeed_models::roles::Role;
 use ferrospeed_models::weights::{BlockForm, WeightFiles};
 use ferrospeed_models::{ModelConfig, WindowRule};
 use ferrospeed_tensor::DType;
+use ferrospeed_train::shape_of;
 use ferrospeed_tune::model::{Model, Transformer};
 use ferrospeed_tune::plan::{Activations, Operands, Processor, Purpose, Request, human, plan};
 use ferrospeed_tune::serve::{Serving, serving};
@@ -92,7 +93,7 @@ fn inspect(args: &InspectArgs, directory: &Path) -> Result<Report, Failure> {
     let (path, value) = read_config(directory)?;
     let refuse = |why: String| Failure::Usage(format!("{}: {why}", path.display()));
     let config = ModelConfig::from_value(&value, WindowRule::default()).map_err(refusal)?;
-    let shape = ferrospeed_train::shape(&value).map_err(|error| refuse(error.to_string()))?;
+    let shape = shape_of(&value).map_err(|error| refuse(error.to_string()))?;
     let parameters = config.parameters();
     let mut groups = BTreeMap::new();
     for param in parameters.as_slice() {

@@ -10,7 +10,7 @@ use ferrospeed_engine::refusals;
 use ferrospeed_models::{DecoderConfig, ModelError};
 use ferrospeed_nn::Parameters;
 use ferrospeed_nn::tensor_parallel::Between;
-use ferrospeed_train::{FromHub, Recipe, TrainError, frozen_and_adapters};
+use ferrospeed_train::{FromHub, Recipe, TrainError, frozen_and_adapters, shape_of};
 use ferrospeed_tune::model::Model;
 use serde_json::Value;
 
@@ -128,7 +128,7 @@ impl Asked {
             }
             false => {
                 let config = ferrospeed_train::model_config(&recipe, path).map_err(usage)?;
-                let shape = ferrospeed_train::shape(&config)
+                let shape = shape_of(&config)
                     .map_err(|error| Failure::Usage(format!("{}: {error}", path.display())))?;
                 let (frozen, adapters) = frozen_and_adapters(&recipe, &config);
                 parameters = ferrospeed_train::parameters(&recipe, &config);

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use ferrospeed_command::{Failure, terminal};
 use ferrospeed_config::{AutoValues, Config, DataType, Unresolved};
 use ferrospeed_tensor::DType;
-use ferrospeed_train::{FromHub, Recipe, TrainError};
+use ferrospeed_train::{FromHub, Recipe, TrainError, shape_of};
 use ferrospeed_tune::cost::Rates;
 use ferrospeed_tune::layout::{Layout, Offload, Open, Space};
 use ferrospeed_tune::model::{Model, Transformer};
@@ -80,8 +80,8 @@ impl Subject {
             return Err(Failure::Usage(why.to_owned()));
         }
         let config = ferrospeed_train::model_config(&recipe, path).map_err(usage)?;
-        let model = ferrospeed_train::shape(&config)
-            .map_err(|error| Failure::Usage(format!("{}: {error}", path.display())))?;
+        let model =
+            shape_of(&config).map_err(|error| Failure::Usage(format!("{}: {error}", path.display())))?;
         let (read, auto, _) = recipe.unresolved().map_err(refusal)?;
         Ok(Subject {
             model,

@@ -11,7 +11,7 @@ use ferrospeed_command::writable::nearest;
 use ferrospeed_command::{DeviceChoice, Failure};
 use ferrospeed_config::Config;
 use ferrospeed_launch::probe;
-use ferrospeed_train::{Recipe, frozen_and_adapters};
+use ferrospeed_train::{Recipe, frozen_and_adapters, shape_of};
 use ferrospeed_tune::model::Model;
 use ferrospeed_tune::plan::{Capacity, Processor, Request, Tier, human, plan};
 use ferrospeed_tune::stages::{divide, plan_in_stages, too_few_slots};
@@ -22,9 +22,7 @@ use super::offload_folders::{free_bytes, offload_folders};
 /// Refuses a run of which `ranks` are on this host and need more memory, or more of its disks, than there is.
 pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice, ranks: u64) -> Result<(), Failure> {
     let (frozen, adapters) = frozen_and_adapters(recipe, model);
-    let (Ok(model), Ok((config, _))) = (ferrospeed_train::shape(model), recipe.config()) else {
-        return Ok(());
-    };
+    let (Ok(model), Ok((config, _))) = (shape_of(model), recipe.config()) else { return Ok(()) };
     let model = model.with_adapters(frozen, adapters);
     let mesh = recipe.mesh();
     // What cannot be divided was told before.
@@ -76,9 +74,7 @@ pub(super) fn check(recipe: &Recipe, model: &Value, device: DeviceChoice, ranks:
 
 /// Refuses a run whose blocks find fewer slots for their inputs than they need; it would end in its first step.
 pub(super) fn check_slots(recipe: &Recipe, model: &Value) -> Result<(), Failure> {
-    let (Ok(model), Ok((config, _))) = (ferrospeed_train::shape(model), recipe.config()) else {
-        return Ok(());
-    };
+    let (Ok(model), Ok((config, _))) = (shape_of(model), recipe.config()) else { return Ok(()) };
     if !recipe.model.activation_checkpointing {
         return Ok(());
     }

@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
 use ferrospeed_config::{Config, Precision};
-use ferrospeed_train::{Recipe, RunFolder, frozen_and_adapters};
+use ferrospeed_train::{Recipe, RunFolder, frozen_and_adapters, shape_of};
 use ferrospeed_tune::plan::human;
 use serde_json::Value;
 
@@ -39,9 +39,7 @@ pub(super) fn check(
         return Ok(());
     }
     let (frozen, adapters) = frozen_and_adapters(recipe, model);
-    let (Ok(model), Ok((config, _))) = (ferrospeed_train::shape(model), recipe.config()) else {
-        return Ok(());
-    };
+    let (Ok(model), Ok((config, _))) = (shape_of(model), recipe.config()) else { return Ok(()) };
     let (of_weight, of_checkpoint) = bytes_per_parameter(&config);
     let trained = (model.size.total_params + adapters).saturating_sub(frozen);
     // What is trained beside a model's weights is written without them.

@@ -348,7 +348,24 @@ impl DecoderConfig {
                 (1, self.inner_width)
             }
         };
-        let qkv_width = (self.heads + 2 * self.kv_heads).saturating_mul(self.head_dim);
+        let of_heads = (self.heads + 2 * self.kv_heads).saturating_mul(self.head_dim);
+        let latents = match &self.names.qkv {
+            QkvNames::Latent(latent) => latent.key_value.saturating_add(latent.query.unwrap_or(0)),
+            _ => 0,
+        };
+        let linear = self.linear.as_ref().map_or(0, |linear| {
+            let DeltaNetConfig { key_heads, value_heads, key_dim, value_dim, kernel, .. } = linear.config;
+            let channels =
+                key_heads.saturating_mul(key_dim).saturating_add(value_heads.saturating_mul(value_dim));
+            channels.saturating_mul(2).max(channels.saturating_mul(kernel) / self.width.max(1))
+        });
+        let qkv_width = of_heads.saturating_add(latents).max(linear);
+        let inner_width = match &self.feed_forward {
+            FeedForward::Mixture(mixture) => {
+                inner_width.max(mixture.shared_width.unwrap_or(0) / experts.max(1))
+            }
+            _ => inner_width,
+        };
         let rows = self.vocab + self.max_tokens;
         Sizes { layers: self.layers, experts, width: self.width, inner_width, qkv_width, rows }.check()?;
         if !self.heads.is_multiple_of(self.kv_heads) {
@@ -390,9 +407,12 @@ impl DecoderConfig {
             return refuse(why);
         }
         let inner = match &self.feed_forward {
-            FeedForward::Mixture(_) if between == Between::OwnTokens => Vec::new(),
             FeedForward::Mixture(mixture) => {
-                std::iter::once(mixture.inner_width).chain(mixture.shared_width).collect()
+                // Where ranks have tokens of their own, experts stay whole; layers without a mixture are cut like any other.
+                let experts = std::iter::once(mixture.inner_width).chain(mixture.shared_width);
+                let experts = experts.filter(|_| between != Between::OwnTokens);
+                let dense = mixture.dense.contains(&true).then_some(self.inner_width);
+                experts.chain(dense).collect()
             }
             FeedForward::Plain { .. } | FeedForward::Gated { .. } | FeedForward::GatedPacked { .. } => {
                 vec![self.inner_width]

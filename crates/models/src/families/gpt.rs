@@ -175,7 +175,8 @@ fn local_layers(fields: &Fields<'_>) -> Result<Vec<bool>> {
     let mut layers = Vec::new();
     for run in said.as_array().ok_or_else(refuse)? {
         let (kinds, times) = (run[0].as_array().ok_or_else(refuse)?, run[1].as_u64().ok_or_else(refuse)?);
-        if times > crate::limits::MAX_LAYERS as u64 || kinds.len() > crate::limits::MAX_LAYERS {
+        let most = crate::limits::MAX_LAYERS;
+        if times > most as u64 || kinds.is_empty() || kinds.len() > most {
             return Err(refuse());
         }
         for _ in 0..times {

@@ -48,6 +48,10 @@ pub(super) fn dense_layers(fields: &Fields<'_>, layers: usize) -> Result<Vec<boo
         return Err(fields.error("decoder_sparse_step", "0 is no number of layers"));
     }
     let listed = if fields.has("mlp_only_layers") { fields.numbers("mlp_only_layers")? } else { Vec::new() };
+    if listed.len() > layers {
+        let why = format!("lists {} layers, the model has {layers}", listed.len());
+        return Err(fields.error("mlp_only_layers", why));
+    }
     if let Some(other) = listed.iter().find(|layer| layer.fract() != 0.0 || **layer < 0.0) {
         return Err(fields.error("mlp_only_layers", format!("{other} is no number of a layer")));
     }

@@ -42,6 +42,15 @@ fn families() -> Vec<Value> {
                       "num_experts_per_tok": 2, "sliding_window": null})),
         json!({"model_type": "bloom", "vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4,
                "initializer_range": 0.3}),
+        shared(json!({"model_type": "gemma2", "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 7,
+                      "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0})),
+        shared(json!({"model_type": "gpt_oss", "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 7,
+                      "num_local_experts": 4, "num_experts_per_tok": 2})),
+        shared(
+            json!({"model_type": "deepseek_v3", "kv_lora_rank": 9, "q_lora_rank": 11, "qk_nope_head_dim": 6,
+                      "qk_rope_head_dim": 4, "v_head_dim": 7, "n_routed_experts": 6, "num_experts_per_tok": 2,
+                      "moe_intermediate_size": 14, "first_k_dense_replace": 1, "n_group": 3, "topk_group": 2}),
+        ),
     ]
 }
 

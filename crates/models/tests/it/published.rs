@@ -2,6 +2,7 @@
 //! far as they are more than sizes.
 
 use ferrospeed_models::{ModelConfig, WindowRule};
+use ferrospeed_nn::tensor_parallel::Between;
 use serde_json::{Value, json};
 
 fn parsed(config: &Value) -> Result<ModelConfig, String> {
@@ -205,5 +206,25 @@ fn what_a_family_cannot_do_is_refused_with_its_field() {
         config["model_type"] = model_type.into();
         let error = parsed(&config).unwrap_err();
         assert!(error.contains(message), "{model_type}: {error}");
+    }
+}
+
+#[test]
+fn layers_without_a_mixture_are_cut_where_their_width_divides() {
+    let config = |inner: usize| {
+        let config = json!({
+            "model_type": "qwen3_moe", "vocab_size": 19, "hidden_size": 16, "intermediate_size": inner, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12, "mlp_only_layers": [0],
+        });
+        match parsed(&config).unwrap() {
+            ModelConfig::Decoder(config) => *config,
+            ModelConfig::Bert(_) => unreachable!("it is a decoder"),
+        }
+    };
+    for between in [Between::AllTokens, Between::OwnTokens] {
+        let error = config(23).check_slices(2, between).unwrap_err().to_string();
+        assert!(error.contains("23 channels of a feed-forward layer cannot be shared by 2 ranks"), "{error}");
+        config(24).check_slices(2, between).unwrap();
     }
 }
