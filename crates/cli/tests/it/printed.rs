@@ -231,8 +231,10 @@ fn recipes_beside_other_programs_files_can_be_run() {
         let recipes: Vec<String> = recipes.collect();
         assert_eq!(recipes.len(), 1, "{page}");
         // The page shows the file beside it.
-        let recipe = recipes[0]
-            .replace("ds_config = \"ds_config.json\"", "training = { learning_rate = 1e-5 }\nds_config = {}");
+        let recipe = recipes[0].replace(
+            "ds_config = \"ds_config.json\"",
+            "training = { per_device_train_batch_size = 1, learning_rate = 1e-5 }\nds_config = {}",
+        );
         std::fs::write(&path, recipe).unwrap();
         let problems = ferrospeed_train::Recipe::load(&path, &[]).unwrap().problems();
         assert!(problems.is_empty(), "{page}: {problems:#?}");
