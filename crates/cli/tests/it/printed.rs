@@ -222,6 +222,26 @@ fn fine_tuning_adapters_and_evaluation_run_as_printed() {
 }
 
 #[test]
+fn recipes_beside_other_programs_files_can_be_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("recipe.toml");
+    for page in ["deepspeed", "axolotl", "torchtitan", "nanogpt"] {
+        let text = std::fs::read_to_string(format!("{ROOT}/docs/coming-from/{page}.md")).unwrap();
+        let recipes = blocks(&text, "toml").into_iter().filter(|block| block.starts_with("name = "));
+        let recipes: Vec<String> = recipes.collect();
+        assert_eq!(recipes.len(), 1, "{page}");
+        // The page shows the file beside it.
+        let recipe = recipes[0].replace(
+            "ds_config = \"ds_config.json\"",
+            "training = { per_device_train_batch_size = 1, learning_rate = 1e-5 }\nds_config = {}",
+        );
+        std::fs::write(&path, recipe).unwrap();
+        let problems = ferrospeed_train::Recipe::load(&path, &[]).unwrap().problems();
+        assert!(problems.is_empty(), "{page}: {problems:#?}");
+    }
+}
+
+#[test]
 fn words_are_cut_as_a_shell_cuts_them() {
     let words = commands(
         "$ ferrospeed train a.toml --set 'data={\"a\": [\"b c\"]}' \\\n    --prompt \"A rank \"   # said\nout\n$ a && b",

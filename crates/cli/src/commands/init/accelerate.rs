@@ -55,6 +55,8 @@ pub(super) fn translate(keys: &Map<String, Value>, name: &str) -> Draft {
     draft.set("model", "path", "org/name");
     draft.set("data", "samples", vec![Value::from("chats.jsonl")]);
     draft.set("data", "sequence", 1024);
+    // The script says these, too.
+    draft.set("training", "per_device_train_batch_size", 1);
     draft.set("training", "learning_rate", 1e-5);
     draft.settle();
     draft

@@ -90,8 +90,38 @@ pub(super) fn translate(keys: &Map<String, Value>, name: &str) -> Draft {
     if !draft.has("data", "sequence") {
         draft.set("data", "sequence", 2048);
     }
+    schedule(&mut draft, keys);
     draft.settle();
     draft
+}
+
+/// Axolotl's rate falls as a cosine unless it is told otherwise; a warm-up needs a schedule that takes it.
+fn schedule(draft: &mut Draft, keys: &Map<String, Value>) {
+    let named = keys.get("lr_scheduler").and_then(Value::as_str).unwrap_or("cosine");
+    let warms_up = draft.has("training", "warmup_steps") || draft.has("training", "warmup_ratio");
+    match named {
+        "cosine" => draft.set(
+            "ds_config",
+            "scheduler",
+            json!({ "type": "WarmupCosineLR", "params": { "total_num_steps": "auto", "warmup_num_steps": "auto" } }),
+        ),
+        "linear" => draft.set(
+            "ds_config",
+            "scheduler",
+            json!({ "type": "WarmupDecayLR", "params": {
+                "total_num_steps": "auto", "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"
+            } }),
+        ),
+        name if name.starts_with("constant") && warms_up => draft.set(
+            "ds_config",
+            "scheduler",
+            json!({ "type": "WarmupLR", "params": {
+                "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"
+            } }),
+        ),
+        name if name.starts_with("constant") => {}
+        name => draft.leave("lr_scheduler", format!("{name}: scheduler in [ds_config], docs/config.md")),
+    }
 }
 
 fn adapters(draft: &mut Draft, keys: &Map<String, Value>, adapter: &str) {
@@ -136,19 +166,7 @@ fn single(draft: &mut Draft, keys: &Map<String, Value>, key: &str, value: &Value
             };
             draft.set("data", "chat_template", named);
         }
-        "lr_scheduler" if text == "cosine" => draft.set(
-            "ds_config",
-            "scheduler",
-            json!({ "type": "WarmupCosineLR", "params": { "total_num_steps": "auto", "warmup_num_steps": "auto" } }),
-        ),
-        "lr_scheduler" if text == "linear" => draft.set(
-            "ds_config",
-            "scheduler",
-            json!({ "type": "WarmupDecayLR", "params": {
-                "total_num_steps": "auto", "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"
-            } }),
-        ),
-        "lr_scheduler" if text.starts_with("constant") => {}
+        "lr_scheduler" => {}
         "optimizer" if text.starts_with("adamw") => {}
         "deepspeed" => draft.set("", "ds_config", value.clone()),
         "rl" if ["dpo", "kto", "orpo", "ipo"].contains(&text) => {
@@ -166,11 +184,15 @@ fn single(draft: &mut Draft, keys: &Map<String, Value>, key: &str, value: &Value
             draft.set("ds_config", "wandb", wandb);
         }
         "wandb_entity" if keys.contains_key("wandb_project") => {}
-        "load_in_4bit" | "load_in_8bit" => draft.leave(key, "weights that are trained keep their type; four bits (qlora) are not here yet"),
+        "load_in_4bit" | "load_in_8bit" => {
+            draft.leave(key, "weights that are trained keep their type; four bits (qlora) are not here yet")
+        }
         "saves_per_epoch" => draft.leave(key, "save.every counts steps"),
         "evals_per_epoch" => draft.leave(key, "eval.every counts steps"),
         "tensor_parallel_size" => draft.leave(key, "[tensor_parallel] autotp_size, or --tp"),
-        "sequence_parallel_degree" | "context_parallel_size" => draft.leave(key, "sequence_parallel_size in [ds_config], or --sp"),
+        "sequence_parallel_degree" | "context_parallel_size" => {
+            draft.leave(key, "sequence_parallel_size in [ds_config], or --sp")
+        }
         _ => draft.leave(key, "no key of recipes is known for it"),
     }
 }
