@@ -79,6 +79,37 @@ fn families() -> Vec<Value> {
             "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0,
         }),
         json!({"model_type": "bloom", "vocab_size": 19, "hidden_size": 16, "n_head": 4, "n_layer": 2, "seq_length": 8}),
+        json!({
+            "model_type": "gemma3_text", "vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 8,
+            "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": 2.0,
+        }),
+        sized(
+            "granite",
+            2,
+            json!({"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
+        ),
+        json!({
+            "model_type": "cohere", "vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8,
+        }),
+        json!({
+            "model_type": "falcon", "vocab_size": 19, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 8,
+            "num_kv_heads": 4, "new_decoder_architecture": true, "bias": true, "max_position_embeddings": 8,
+            "ffn_hidden_size": 24,
+        }),
+        json!({
+            "model_type": "mpt", "vocab_size": 19, "d_model": 16, "n_layers": 2, "n_heads": 4, "max_seq_len": 8,
+            "attn_config": {"clip_qkv": 0.02},
+        }),
+        sized(
+            "glm4_moe",
+            2,
+            json!({
+                "n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8,
+                "use_qk_norm": true, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+            }),
+        ),
     ]
 }
 
@@ -163,7 +194,9 @@ fn start(world: World, model: &Value, value: &Value, tensor: usize) -> (Engine, 
 fn wholes(engine: &Engine, model: &Model, which: Which<'_>) -> Vec<(String, Vec<f32>)> {
     let whole =
         |param: &ferrospeed_tensor::Param| (param.name().to_owned(), engine.whole(param, which).unwrap());
-    model.parameters().as_slice().iter().map(whole).collect()
+    // What a family's files freeze has no gradient.
+    let has = |param: &&ferrospeed_tensor::Param| which == Which::Weight || param.is_trainable();
+    model.parameters().as_slice().iter().filter(has).map(whole).collect()
 }
 
 /// Four sequences per step, shared out over data ranks.
