@@ -105,7 +105,12 @@ mod tests {
             let config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
             let found = shape_of(&config).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
             let model = ModelConfig::from_value(&config, WindowRule::default()).unwrap();
-            assert_eq!(found.size.total_params, model.parameters().whole_numel() as u64, "{}", path.display());
+            assert_eq!(
+                found.size.total_params,
+                model.parameters().whole_numel() as u64,
+                "{}",
+                path.display()
+            );
             assert!(found.layer_params > 0 && found.layer_params <= found.size.total_params);
             counted += 1;
         }

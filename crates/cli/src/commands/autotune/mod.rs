@@ -125,8 +125,8 @@ impl<'a> Search<'a> {
         let model_config =
             ferrospeed_train::check(&recipe, args.recipe(), &folder, &mut ferrospeed_train::unheard)
                 .map_err(|error| usage(error.to_string()))?;
-        let model =
-            ferrospeed_train::shape_of(&model_config).map_err(|error| usage(format!("autotuning: {error}")))?;
+        let model = ferrospeed_train::shape_of(&model_config)
+            .map_err(|error| usage(format!("autotuning: {error}")))?;
         let (config, _) = recipe.config().map_err(|error| usage(error.to_string()))?;
         let capacity = train_memory::capacity(u64::from(recipe.ranks), args.device(), &config)
             .ok_or_else(|| usage("autotuning: this host does not say how much memory it has".into()))?;
