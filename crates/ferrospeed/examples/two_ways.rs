@@ -42,7 +42,7 @@ fn run(world: World) -> std::result::Result<(), Failure> {
     let zero_3 = Setup::from_config(&format!("{{ {BOTH}, {ZERO_3} }}"), world.clone(), device.clone())?;
     let (mut engine, trained) = initialize(&zero_3, model)?;
     let mut divided = f32::NAN;
-    while engine.global_steps() < 100 {
+    while engine.global_steps() < 400 {
         let (x, y) = batch(2 * engine.micro_steps() + rank, &device)?;
         let loss = engine.forward(|mode| mean_square(&trained.layers.forward(&x, mode)?, &y))?;
         engine.backward(&loss)?;
@@ -52,7 +52,7 @@ fn run(world: World) -> std::result::Result<(), Failure> {
     let in_stages = Setup::from_config(&format!("{{ {BOTH}, {PIPELINE} }}"), world, device.clone())?;
     let (mut engine, trained) = initialize_stages(&in_stages, Options::default(), model)?;
     let mut staged = f32::NAN;
-    while engine.global_steps() < 100 {
+    while engine.global_steps() < 400 {
         let first = engine.micro_steps();
         let next = |micro: usize| Ok::<_, Failure>(batch(first + micro as u64, &device)?);
         staged = engine.train_batch(&trained, next)?.0;

@@ -273,9 +273,11 @@ fn what_is_no_model_is_told_with_what_it_may_be() {
     std::fs::write(at("going/checkpoints/global_step2/manifest.json"), "{}").unwrap();
     std::fs::copy(at("run/model/config.json"), at("piped/config.json")).unwrap();
     nix::unistd::mkfifo(at("piped/model.safetensors").as_str(), nix::sys::stat::Mode::S_IRWXU).unwrap();
-    let of_run = format!("it is the folder of a run, whose model is {}", at("run/model"));
+    // The folder of a run stands for its model.
+    let run = at("run");
+    let said = ferrospeed(&["generate", "--prompt", "x", "--tokens", "1", "--model", &run]);
+    assert!(said.status.success(), "{}", stderr(&said));
     for (given, why) in [
-        ("run", of_run.as_str()),
         ("going", "`ferrospeed checkpoint export-hf` makes a model"),
         ("going/checkpoints/global_step2", "`ferrospeed checkpoint export-hf` makes a model"),
         ("other", "is no model: it has no config.json"),
