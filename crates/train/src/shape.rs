@@ -10,12 +10,16 @@ use serde_json::Value;
 /// The shape of the model with this `config.json`.
 pub fn shape_of(config: &Value) -> Result<Transformer, ModelError> {
     let known = from_hugging_face(config);
-    let (Err(ModelError::UnknownFamily { .. }), Ok(ModelConfig::Decoder(decoder))) =
-        (&known, ModelConfig::from_value(config, WindowRule::default()))
-    else {
+    let Ok(ModelConfig::Decoder(decoder)) = ModelConfig::from_value(config, WindowRule::default()) else {
         return known;
     };
-    Ok(counted(*decoder))
+    let counted = counted(*decoder);
+    match known {
+        // Layers that are not all alike are more than a formula knows.
+        Ok(known) if known.size.total_params == counted.size.total_params => Ok(known),
+        Ok(_) | Err(ModelError::UnknownFamily { .. }) => Ok(counted),
+        Err(error) => Err(error),
+    }
 }
 
 fn counted(config: DecoderConfig) -> Transformer {

@@ -205,7 +205,7 @@ fn kinds_of_data_do_not_mix() {
     for (text, problem) in [
         (
             r#""validation": 0.1"#,
-            "data: give one of text, jsonl, parquet, samples, tokens, megatron and synthetic; there is none",
+            "data: give one of text, jsonl, parquet, samples, hub, tokens, megatron and synthetic; there is none",
         ),
         (r#""synthetic": 1000, "text": ["x"]"#, "there are text and synthetic"),
         (r#""jsonl": []"#, "data.jsonl: names no file or folder"),
