@@ -7,19 +7,31 @@ use ferrospeed_tune::estimate::ModelSize;
 use ferrospeed_tune::model::{ModelError, Transformer, from_hugging_face};
 use serde_json::Value;
 
+/// Why a model has no shape.
+#[derive(Debug, thiserror::Error)]
+pub enum ShapeError {
+    /// Its family is known to estimates, and a number of it makes no sense.
+    #[error(transparent)]
+    Numbers(ModelError),
+    /// It is none that is trained here.
+    #[error(transparent)]
+    Model(ferrospeed_models::ModelError),
+}
+
 /// The shape of the model with this `config.json`.
-pub fn shape_of(config: &Value) -> Result<Transformer, ModelError> {
+pub fn shape_of(config: &Value) -> Result<Transformer, ShapeError> {
     let known = from_hugging_face(config);
-    let Ok(ModelConfig::Decoder(decoder)) = ModelConfig::from_value(config, WindowRule::default()) else {
-        return known;
+    let decoder = match (ModelConfig::from_value(config, WindowRule::default()), known) {
+        (Ok(ModelConfig::Decoder(decoder)), Ok(known)) => {
+            let counted = counted(*decoder);
+            // Layers that are not all alike are more than a formula knows.
+            return Ok(if known.size.total_params == counted.size.total_params { known } else { counted });
+        }
+        (Ok(ModelConfig::Decoder(decoder)), Err(ModelError::UnknownFamily { .. })) => decoder,
+        (Err(why), Err(ModelError::UnknownFamily { .. })) => return Err(ShapeError::Model(why)),
+        (_, known) => return known.map_err(ShapeError::Numbers),
     };
-    let counted = counted(*decoder);
-    match known {
-        // Layers that are not all alike are more than a formula knows.
-        Ok(known) if known.size.total_params == counted.size.total_params => Ok(known),
-        Ok(_) | Err(ModelError::UnknownFamily { .. }) => Ok(counted),
-        Err(error) => Err(error),
-    }
+    Ok(counted(*decoder))
 }
 
 fn counted(config: DecoderConfig) -> Transformer {
@@ -95,9 +107,16 @@ mod tests {
         let layer = 24 * 8 * (2 * 4 + 2 * 2) + 3 * 24 * 34 + 4 * 24;
         assert_eq!((shape.layer_params, shape.size.total_params), (layer, 61 * 24 + 3 * layer + 24));
         assert!(shape.tied_head && shape.gated && shape.stream_copies == 6);
-        assert!(matches!(shape_of(&json!({ "model_type": "rnn" })), Err(ModelError::UnknownFamily { .. })));
         let known = json!({ "model_type": "llama" });
-        assert_eq!(shape_of(&known), from_hugging_face(&known));
+        assert_eq!(shape_of(&known).unwrap(), from_hugging_face(&known).unwrap());
+        // What is wrong with a model is told by who would build it: it knows all families.
+        for (config, why) in [
+            (json!({ "model_type": "rnn" }), "gemma2"),
+            (json!({ "model_type": "gemma2", "attn_logit_softcapping": -1 }), "attn_logit_softcapping"),
+        ] {
+            let error = shape_of(&config).unwrap_err().to_string();
+            assert!(error.contains(why) && !error.contains("Give the numbers"), "{error}");
+        }
     }
 
     #[test]

@@ -60,6 +60,9 @@ fn gated(
     // Another activation would be that of the convolution too.
     fields.fixed("hidden_act", "silu".into())?;
     fields.fixed("attn_output_gate", true.into())?;
+    // Published files say so although no layer slides.
+    fields.fixed("use_sliding_window", false.into())?;
+    fields.harmless(&["max_window_layers"]);
     // Numbers are f32 wherever the memory is.
     fields.harmless(&["mamba_ssm_dtype"]);
     // Modules that predict tokens beyond the next one.
