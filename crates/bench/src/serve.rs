@@ -16,7 +16,7 @@ use ferrospeed_command::terminal::print_output;
 use ferrospeed_command::{Failure, ServedModel};
 use ferrospeed_serve::engine::Engine;
 use ferrospeed_serve::metrics::Metrics;
-use ferrospeed_serve::request::{Event, Request, Work};
+use ferrospeed_serve::request::{Event, Request, Special, Work};
 use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_tensor::random::RandomKey;
 use serde_json::{Value, json};
@@ -169,6 +169,7 @@ fn client(args: &ServeBenchArgs, asked: &Asked, index: u32) -> Result<Seen, Stri
         max_tokens: Some(args.new_tokens as usize),
         stops: Vec::new(),
         stop_tokens: Vec::new(),
+        special: Special::Hidden,
     };
     let sent = Instant::now();
     let mut last = sent;

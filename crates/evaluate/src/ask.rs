@@ -8,7 +8,7 @@ use ferrospeed_serve::Engine;
 use ferrospeed_serve::core::schedule::Limits;
 use ferrospeed_serve::engine::Replies;
 use ferrospeed_serve::model::{ModelFacts, OpenOptions, open};
-use ferrospeed_serve::request::{Event, Request, Work};
+use ferrospeed_serve::request::{Event, Request, Special, Work};
 use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_tensor::Device;
 
@@ -72,9 +72,16 @@ impl Model {
     pub(crate) fn write(&self, prompt: Vec<i64>, max_tokens: usize, stops: Vec<String>) -> Pending {
         let stop_tokens = self.facts().end_tokens.clone();
         let answers = vec![SamplingOptions::default()];
-        Pending(
-            self.submit(prompt, Work::Generate { answers, max_tokens: Some(max_tokens), stops, stop_tokens }),
-        )
+        Pending(self.submit(
+            prompt,
+            Work::Generate {
+                answers,
+                max_tokens: Some(max_tokens),
+                stops,
+                stop_tokens,
+                special: Special::Hidden,
+            },
+        ))
     }
 }
 

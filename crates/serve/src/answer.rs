@@ -6,12 +6,13 @@ use std::time::Instant;
 
 use ferrospeed_text::Codec;
 
+use crate::constrain::Constraint;
 use crate::detokenize::{Detokenizer, StopStrings};
 use crate::metrics::Metrics;
 use crate::paired::{Likelihoods, Paired};
 use crate::request::{Event, Events, Finish, Request, Work};
 use crate::runner::{Said, Wish};
-use crate::sampling::{Choice, SamplingOptions, choose};
+use crate::sampling::{Choice, NoChoice, SamplingOptions, choose_from};
 
 /// An answer, or an embedding, that the engine works on.
 #[derive(Debug)]
@@ -41,6 +42,8 @@ enum Task {
 #[derive(Debug)]
 struct Writing {
     sampling: SamplingOptions,
+    /// Where its form is.
+    constraint: Option<Constraint>,
     stop_tokens: Arc<[i64]>,
     detokenizer: Detokenizer,
     stops: StopStrings,
@@ -51,6 +54,8 @@ struct Writing {
 #[derive(Debug)]
 pub(crate) struct Chosen {
     pub(crate) token: i64,
+    /// Whether it is a part of the answer: not so where it does nothing but end it.
+    is_text: bool,
     /// Why it is the last, where the token itself or its number says so. A stop string shows in the text alone.
     pub(crate) finish: Option<Finish>,
     logprobs: Option<Likelihoods>,
@@ -61,10 +66,11 @@ pub(crate) struct Chosen {
 impl Answer {
     pub(crate) fn new(request: &Request, index: usize, events: Events, arrived: Instant) -> Answer {
         let task = match &request.work {
-            Work::Generate { answers, stops, stop_tokens, .. } => Task::Write(Box::new(Writing {
-                sampling: answers[index].clone(),
+            Work::Generate { answers, stops, stop_tokens, special, .. } => Task::Write(Box::new(Writing {
+                constraint: answers[index].constraint.clone(),
+                sampling: SamplingOptions { constraint: None, ..answers[index].clone() },
                 stop_tokens: stop_tokens.as_slice().into(),
-                detokenizer: Detokenizer::after(&request.prompt),
+                detokenizer: Detokenizer::after(&request.prompt, *special),
                 stops: StopStrings::new(stops.clone()),
                 paired: Paired::default(),
             })),
@@ -90,6 +96,7 @@ impl Answer {
         match &self.task {
             Task::Embed => Wish::Hidden,
             &Task::Score { from, alternatives, .. } => Wish::Known { from, alternatives },
+            Task::Write(writing) if writing.constraint.is_some() => Wish::Logits,
             Task::Write(writing) if writing.sampling.takes_the_likeliest() => Wish::Likeliest,
             Task::Write(_) => Wish::Logits,
         }
@@ -147,15 +154,17 @@ impl Answer {
         metrics: &Metrics,
     ) -> Result<Chosen, String> {
         let (prompt, answer) = tokens.split_at(self.prompt_tokens);
-        let Task::Write(writing) = &self.task else {
+        let Task::Write(writing) = &mut self.task else {
             return Err("only an answer has tokens to choose".into());
         };
         let choice = match next {
             Said::Likeliest(token) => Choice { token: *token, logprobs: None },
-            Said::Logits(logits) => choose(logits, &writing.sampling, prompt, answer)
-                .ok_or("the model's logits are no numbers")?,
+            Said::Logits(logits) => {
+                writing.choose(logits, prompt, answer).map_err(|error| error.to_string())?
+            }
         };
-        let finish = match writing.stop_tokens.contains(&choice.token) {
+        let is_end = writing.stop_tokens.contains(&choice.token);
+        let finish = match is_end || writing.ends_with(choice.token)? {
             true => Some(Finish::Stop),
             false => (tokens.len() + 1 >= most).then_some(Finish::Length),
         };
@@ -164,16 +173,17 @@ impl Answer {
             Some(before) => metrics.between_tokens.observe(now - before),
             None => metrics.first_token.observe(now - self.arrived),
         }
-        Ok(Chosen { token: choice.token, finish, logprobs: choice.logprobs, tokens: answer.len() + 1 })
+        let (token, logprobs) = (choice.token, choice.logprobs);
+        Ok(Chosen { token, is_text: !is_end, finish, logprobs, tokens: answer.len() + 1 })
     }
 
     /// Makes text of a token and tells the client. Returns whether the answer is complete.
     pub(crate) fn write(&mut self, chosen: Chosen, codec: &Codec) -> Result<bool, String> {
         let Task::Write(writing) = &mut self.task else { return Ok(true) };
-        let Chosen { token, finish, logprobs, tokens } = chosen;
+        let Chosen { token, is_text, finish, logprobs, tokens } = chosen;
         let answer = self.index;
         let (mut text, mut stopped) = (String::new(), false);
-        if finish != Some(Finish::Stop) {
+        if is_text {
             let made = writing.detokenizer.push(codec, token).map_err(|error| error.to_string())?;
             (text, stopped) = writing.stops.push(&made);
             if let Some(likelihoods) = logprobs {
@@ -184,7 +194,7 @@ impl Answer {
         let mut pieces = match writing.sampling.logprobs {
             Some(_) => writing.paired.give(&(text + &std::mem::take(&mut rest)), stopped),
             // A token that ends texts has none.
-            None if finish == Some(Finish::Stop) => Vec::new(),
+            None if !is_text => Vec::new(),
             None => vec![(text, None)],
         };
         // What no token has made comes with the end.
@@ -204,6 +214,22 @@ impl Answer {
 }
 
 impl Writing {
+    /// The next token, of those that the answer's form allows.
+    fn choose(&mut self, logits: &[f32], prompt: &[i64], answer: &[i64]) -> Result<Choice, NoChoice> {
+        let (constraint, ends) = (&mut self.constraint, &self.stop_tokens);
+        choose_from(logits, &self.sampling, prompt, answer, |logits| match constraint {
+            Some(constraint) => constraint.forbid(logits, ends),
+            None => Ok(()),
+        })
+    }
+
+    /// Whether the answer's form is complete with this token.
+    fn ends_with(&mut self, token: i64) -> Result<bool, String> {
+        let Some(constraint) = &mut self.constraint else { return Ok(false) };
+        constraint.take(token)?;
+        Ok(constraint.is_over())
+    }
+
     /// What was held back, now that no token follows.
     fn rest(&mut self, codec: &Codec) -> Result<String, String> {
         let text = self.detokenizer.finish(codec).map_err(|error| error.to_string())?;

@@ -8,6 +8,8 @@
 
 use ferrospeed_text::{Codec, TextError};
 
+use crate::request::Special;
+
 /// What a decoder writes for bytes that are no character, or not yet one.
 const UNFINISHED: char = char::REPLACEMENT_CHARACTER;
 /// Tokens that an unfinished character can have, at most: each is a byte or more of its four.
@@ -25,19 +27,20 @@ pub struct Detokenizer {
     context: usize,
     /// Tokens before this have been given out as text.
     given: usize,
+    special: Special,
 }
 
 impl Detokenizer {
     /// For what follows a prompt.
-    pub fn after(prompt: &[i64]) -> Detokenizer {
+    pub fn after(prompt: &[i64], special: Special) -> Detokenizer {
         let tokens = prompt[prompt.len().saturating_sub(OF_PROMPT)..].to_vec();
-        Detokenizer { given: tokens.len(), context: 0, tokens }
+        Detokenizer { given: tokens.len(), context: 0, tokens, special }
     }
 
     /// Takes a token; gives the text that is certain now.
     pub fn push(&mut self, codec: &Codec, token: i64) -> Result<String, TextError> {
         self.tokens.push(token);
-        let text = codec.decode(&self.tokens[self.context..])?;
+        let text = self.decode(codec, &self.tokens[self.context..])?;
         if !text.ends_with(UNFINISHED) {
             return self.give(codec, &text, self.tokens.len());
         }
@@ -47,13 +50,13 @@ impl Detokenizer {
             // where both sides read alone as they do together.
             let last = self.tokens.len() - UNFINISHED_TOKENS;
             for cut in (self.given + 1..=last).rev() {
-                let first = codec.decode(&self.tokens[self.context..cut])?;
-                if first.clone() + &codec.decode(&self.tokens[cut..])? == text {
+                let first = self.decode(codec, &self.tokens[self.context..cut])?;
+                if first.clone() + &self.decode(codec, &self.tokens[cut..])? == text {
                     return self.give(codec, &first, cut);
                 }
             }
             if waiting > MOST_WAITING {
-                return self.give(codec, &codec.decode(&self.tokens[self.context..last])?, last);
+                return self.give(codec, &self.decode(codec, &self.tokens[self.context..last])?, last);
             }
         }
         Ok(String::new())
@@ -61,18 +64,25 @@ impl Detokenizer {
 
     /// What is left when no token follows.
     pub fn finish(&mut self, codec: &Codec) -> Result<String, TextError> {
-        let text = codec.decode(&self.tokens[self.context..])?;
+        let text = self.decode(codec, &self.tokens[self.context..])?;
         self.give(codec, &text, self.tokens.len())
+    }
+
+    fn decode(&self, codec: &Codec, ids: &[i64]) -> Result<String, TextError> {
+        match self.special {
+            Special::Hidden => codec.decode(ids),
+            Special::Shown => codec.decode_all(ids),
+        }
     }
 
     /// `text`: what the tokens read as from the context to `until`.
     fn give(&mut self, codec: &Codec, text: &str, until: usize) -> Result<String, TextError> {
-        let before = codec.decode(&self.tokens[self.context..self.given])?;
+        let before = self.decode(codec, &self.tokens[self.context..self.given])?;
         let new = match text.strip_prefix(&before) {
             Some(new) => new.to_owned(),
             // Bytes that were a character are none with what follows them: tokenizers that write characters as bytes take all
             // bytes in a row as one. What was given stays.
-            None => codec.decode(&self.tokens[self.given..until])?,
+            None => self.decode(codec, &self.tokens[self.given..until])?,
         };
         // What hides is no beginning.
         if !new.is_empty() {
@@ -180,7 +190,7 @@ mod tests {
     }
 
     fn text_after(codec: &Codec, prompt: &[i64], tokens: &[i64]) -> String {
-        let mut detokenizer = Detokenizer::after(prompt);
+        let mut detokenizer = Detokenizer::after(prompt, Special::Hidden);
         let pieces: Vec<String> =
             tokens.iter().map(|&token| detokenizer.push(codec, token).unwrap()).collect();
         pieces.concat() + &detokenizer.finish(codec).unwrap()

@@ -212,8 +212,7 @@ impl HybridEngine {
                     Said::Likeliest(token) => token,
                     Said::Logits(logits) => {
                         let choice = choose(&logits, &sampling, &prompts[place], answer);
-                        let why = || InferenceError::Failed("the model's logits are no numbers".into());
-                        choice.ok_or_else(why)?.token
+                        choice.map_err(|why| InferenceError::Failed(why.to_string()))?.token
                     }
                 };
                 answer.push(token);

@@ -1,10 +1,11 @@
 //! The inference engine and its server.
 //!
 //! Reading order: [`core`] (which tokens are computed when, and where their keys and values lie), [`runner`] (a pass),
-//! [`model`] (what it runs on, [`weights_home`]: weights that wait elsewhere), [`engine`] (the thread that owns both), `known` (how likely a text is that is there already), [`sampling`], [`speculate`], [`draft`] and [`detokenize`] (from logits to text), [`server`] (OpenAI's
+//! [`model`] (what it runs on, [`weights_home`]: weights that wait elsewhere), [`engine`] (the thread that owns both), `known` (how likely a text is that is there already), [`sampling`], [`constrain`] (what an answer has to be), [`speculate`], [`draft`] and [`detokenize`] (from logits to text), [`server`] (OpenAI's
 //! endpoints), [`inference`] (DeepSpeed's `init_inference`), [`hybrid`] (what trains also generates).
 
 mod answer;
+pub mod constrain;
 pub mod core;
 pub mod detokenize;
 pub mod draft;

@@ -33,6 +33,8 @@ pub enum Work {
         stops: Vec<String>,
         /// Tokens that end an answer.
         stop_tokens: Vec<i64>,
+        /// Whether tokens with a meaning of their own are read.
+        special: Special,
     },
     /// The hidden state behind the last token.
     Embed,
@@ -43,6 +45,16 @@ pub enum Work {
         /// How many alternatives are told of each.
         alternatives: usize,
     },
+}
+
+/// What the text of an answer shows of tokens that have a meaning of their own, such as one that begins a tool call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Special {
+    /// Nothing.
+    #[default]
+    Hidden,
+    /// Their names.
+    Shown,
 }
 
 /// Why an answer ended.

@@ -1,12 +1,14 @@
 //! The next token, from its logits and what one request asked for.
 //!
-//! In this order: penalties for what was said already, biases, temperature, then what is left of the distribution by top-k,
+//! In this order: what the form of the answer allows, penalties for what was said already, biases, temperature, then what is left of the distribution by top-k,
 //! top-p and min-p. Log probabilities are those of the model itself, before all of it. A draw is a function of the seed and
 //! of the place in the answer, so an answer that had to be computed again goes on as it would have.
 
 use std::collections::HashMap;
 
 use ferrospeed_tensor::random::RandomKey;
+
+use crate::constrain::Constraint;
 
 /// Most alternatives whose log probabilities can be asked for.
 pub const MAX_TOP_LOGPROBS: usize = 20;
@@ -38,6 +40,8 @@ pub struct SamplingOptions {
     pub logprobs: Option<usize>,
     /// Whether tokens may be guessed ahead, where the engine does so; they are the same either way.
     pub speculate: bool,
+    /// The form that the answer keeps to, of which this is the beginning.
+    pub constraint: Option<Constraint>,
 }
 
 impl Default for SamplingOptions {
@@ -55,6 +59,7 @@ impl Default for SamplingOptions {
             stream: 0,
             logprobs: None,
             speculate: true,
+            constraint: None,
         }
     }
 }
@@ -68,6 +73,7 @@ impl SamplingOptions {
             && self.repetition_penalty == 1.0
             && self.bias.is_empty()
             && self.logprobs.is_none()
+            && self.constraint.is_none()
     }
 }
 
@@ -89,14 +95,45 @@ pub struct Choice {
     pub logprobs: Option<(Likelihood, Vec<Likelihood>)>,
 }
 
-/// Chooses the token after `prompt` and `answer`. `None` when the model gave no numbers.
-pub fn choose(logits: &[f32], options: &SamplingOptions, prompt: &[i64], answer: &[i64]) -> Option<Choice> {
+/// Why no token can be chosen.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NoChoice {
+    /// The model gave no numbers.
+    #[error("the model's logits are no numbers")]
+    NoNumbers,
+    /// The answer's form has no way on.
+    #[error("the form that the answer has to keep to lets no token follow: {0}")]
+    Form(String),
+}
+
+/// Chooses the token after `prompt` and `answer`.
+pub fn choose(
+    logits: &[f32],
+    options: &SamplingOptions,
+    prompt: &[i64],
+    answer: &[i64],
+) -> Result<Choice, NoChoice> {
+    choose_from(logits, options, prompt, answer, |_| Ok(()))
+}
+
+/// The same of what `forbid` leaves of the logits; what is forbidden stays so whatever else is asked for.
+pub(crate) fn choose_from(
+    logits: &[f32],
+    options: &SamplingOptions,
+    prompt: &[i64],
+    answer: &[i64],
+    forbid: impl FnOnce(&mut [f32]) -> Result<(), String>,
+) -> Result<Choice, NoChoice> {
     let mut adjusted: Vec<f32> =
         logits.iter().map(|&logit| if logit.is_nan() { f32::NEG_INFINITY } else { logit }).collect();
     if !adjusted.iter().any(|logit| logit.is_finite()) {
-        return None;
+        return Err(NoChoice::NoNumbers);
     }
     let raw = options.logprobs.map(|_| adjusted.clone());
+    forbid(&mut adjusted).map_err(NoChoice::Form)?;
+    if adjusted.iter().all(|&logit| logit == f32::NEG_INFINITY) {
+        return Err(NoChoice::Form("no token of this model writes what has to come next".into()));
+    }
     penalise(&mut adjusted, options, prompt, answer);
     let token = if options.temperature == 0.0 {
         likeliest(&adjusted)
@@ -104,7 +141,7 @@ pub fn choose(logits: &[f32], options: &SamplingOptions, prompt: &[i64], answer:
         draw(&adjusted, options, answer.len() as u64)
     };
     let logprobs = options.logprobs.zip(raw).map(|(count, raw)| likelihoods(&raw, token, count));
-    Some(Choice { token: token as i64, logprobs })
+    Ok(Choice { token: token as i64, logprobs })
 }
 
 /// The token with the largest logit, the lowest number among equals.
@@ -318,7 +355,7 @@ mod tests {
     #[test]
     fn what_is_no_number_is_not_chosen() {
         assert_eq!(choose(&[f32::NAN, 1.0], &SamplingOptions::default(), &[], &[]).unwrap().token, 1);
-        assert_eq!(choose(&[f32::NAN, f32::NAN], &warm(), &[], &[]), None);
-        assert_eq!(choose(&[], &warm(), &[], &[]), None);
+        assert_eq!(choose(&[f32::NAN, f32::NAN], &warm(), &[], &[]), Err(NoChoice::NoNumbers));
+        assert_eq!(choose(&[], &warm(), &[], &[]), Err(NoChoice::NoNumbers));
     }
 }

@@ -76,7 +76,7 @@ mod tests {
     use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
     use super::*;
-    use crate::request::{Finish, Request, Work};
+    use crate::request::{Finish, Request, Special, Work};
     use crate::runner::Said;
     use crate::sampling::SamplingOptions;
 
@@ -91,6 +91,7 @@ mod tests {
                 max_tokens: None,
                 stops: vec![stop.to_owned()],
                 stop_tokens: Vec::new(),
+                special: Special::Hidden,
             },
             deadline: Instant::now() + Duration::from_secs(600),
         };

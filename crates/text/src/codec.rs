@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
 use crate::error::{Result, TextError};
+use crate::token_bytes::{self, Written};
 use crate::tokenizer_limits::{self, quietly};
 
 /// Ids of [`Codec::Bytes`] are below this.
@@ -217,6 +218,14 @@ impl Codec {
         match both.strip_prefix(&alone) {
             Some(text) => Ok(text.to_owned()),
             None => self.decode_all(&[id]),
+        }
+    }
+
+    /// What each token writes in the middle of a text.
+    pub fn token_bytes(&self) -> Vec<Written> {
+        match self {
+            Codec::Bytes => (0..=255).map(|byte| Written::Bytes(vec![byte])).collect(),
+            Codec::Tokenizer(file) => token_bytes::of_tokenizer(&file.tokenizer, file.vocabulary),
         }
     }
 

@@ -73,7 +73,8 @@ impl Conversation {
         &self.messages
     }
 
-    pub(crate) fn tools(&self) -> Option<&Value> {
+    /// The tools that the assistant may call.
+    pub fn tools(&self) -> Option<&Value> {
         self.tools.as_ref()
     }
 

@@ -22,6 +22,7 @@ mod error;
 mod named;
 mod sample;
 pub mod template;
+mod token_bytes;
 mod tokenizer_limits;
 mod turns;
 
@@ -30,6 +31,7 @@ pub use conversation::Conversation;
 pub use error::{Result, TextError};
 pub use sample::Sample;
 pub use template::{ChatTemplate, Message};
+pub use token_bytes::Written;
 pub use turns::{TrainOn, asked_text, trained_text};
 
 #[cfg(test)]

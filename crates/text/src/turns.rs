@@ -138,7 +138,7 @@ fn without_blanks_behind<'a>(turn: &'a str, content: &str) -> &'a str {
 
 fn write(template: &ChatTemplate, conversation: &Conversation, count: usize, asks: bool) -> Result<Written> {
     let messages = &conversation.messages()[..count];
-    let request = Request { messages, tools: conversation.tools(), asks };
+    let request = Request { messages, tools: conversation.tools(), asks, variables: &serde_json::Map::new() };
     template.write(&request).map_err(TextError::Rendering)
 }
 

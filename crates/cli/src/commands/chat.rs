@@ -8,7 +8,7 @@ use clap::Args;
 use ferrospeed_command::terminal::{Paint, print_error, print_note, visible};
 use ferrospeed_command::{Failure, ServedModel};
 use ferrospeed_serve::engine::Engine;
-use ferrospeed_serve::request::{Event, Request, Work};
+use ferrospeed_serve::request::{Event, Request, Special, Work};
 use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_text::Message;
 
@@ -189,6 +189,7 @@ fn answer(args: &ChatArgs, engine: &Engine, talk: &[Message], tries: u64) -> Res
         max_tokens: Some(args.tokens.min(room)),
         stops: Vec::new(),
         stop_tokens: facts.end_tokens.clone(),
+        special: Special::Hidden,
     };
     let mut whole = String::new();
     for event in engine.ask(Request { prompt, work, first_answer: 0, deadline: Instant::now() + ANSWER_TIME })

@@ -18,7 +18,7 @@ use crate::core::pool::BLOCK_TOKENS;
 use crate::core::schedule::Limits;
 use crate::engine::Engine;
 use crate::model::{Division, ModelFacts, OpenOptions, open};
-use crate::request::{Event, Request, Work};
+use crate::request::{Event, Request, Special, Work};
 use crate::sampling::SamplingOptions;
 use crate::together;
 use crate::weights_home::WeightsHome;
@@ -304,7 +304,13 @@ impl InferenceEngine {
         let ask = |prompt: &Vec<i64>| {
             let answers = vec![SamplingOptions { logprobs: Some(0), ..call.sampling.clone() }];
             let max_tokens = Some(call.max_new_tokens);
-            let work = Work::Generate { answers, max_tokens, stops: Vec::new(), stop_tokens: Vec::new() };
+            let work = Work::Generate {
+                answers,
+                max_tokens,
+                stops: Vec::new(),
+                stop_tokens: Vec::new(),
+                special: Special::Hidden,
+            };
             let deadline = Instant::now() + CALL_TIME;
             engine.ask(Request { prompt: prompt.clone(), work, first_answer: 0, deadline })
         };

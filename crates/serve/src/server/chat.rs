@@ -4,19 +4,26 @@ use std::sync::Arc;
 
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use serde_json::Value;
+use ferrospeed_text::{Conversation, template};
+use serde_json::{Map, Value};
 use tokio::sync::mpsc::unbounded_channel;
 
+use super::calls::CallFormat;
 use super::completions::can_fit;
 use super::fault::Fault;
 use super::fields::Fields;
+use super::form::{self, Asked as AskedForm};
 use super::parameters::Parameters;
 use super::reply::{Head, Style, whole};
+use super::spoken::Reading;
+use super::tools::{Choice, Tools};
 use super::{App, stream};
-use ferrospeed_text::Message;
+use crate::request::Special;
 
 /// Messages of a conversation.
 const MAX_MESSAGES: usize = 4096;
+/// What a template may be told beside the messages, in bytes.
+const MAX_VARIABLES: usize = 1 << 16;
 
 pub(super) async fn answer(State(app): State<Arc<App>>, fields: Fields) -> Response {
     match submit(&app, fields).await {
@@ -26,47 +33,140 @@ pub(super) async fn answer(State(app): State<Arc<App>>, fields: Fields) -> Respo
 }
 
 async fn submit(app: &Arc<App>, mut fields: Fields) -> Result<Response, Fault> {
-    let parameters = Parameters::read(&mut fields, app, None)?;
-    let messages = messages(&mut fields)?;
-    let wanted = fields.flag("logprobs")?;
-    let top = fields.whole("top_logprobs", 0..=20)?;
-    if top.is_some() && !wanted {
-        return Err(Fault::field("top_logprobs", "is for logprobs: true alone"));
-    }
-    let logprobs = wanted.then(|| top.unwrap_or(0) as usize);
+    let mut parameters = Parameters::read(&mut fields, app, None)?;
+    let messages = fields.take("messages").unwrap_or_default();
+    let logprobs = logprobs(&mut fields)?;
+    let tools = Tools::read(&mut fields)?;
+    let mut form = form::read(&mut fields)?;
+    let asked = Asked::read(&mut fields, &messages, tools.told())?;
     let empty = |value: &Value| value.as_array().is_some_and(Vec::is_empty);
-    fields.refuse("tools", empty)?;
     fields.refuse("functions", empty)?;
-    fields.refuse("tool_choice", |choice| matches!(choice.as_str(), Some("none" | "auto")))?;
     fields.refuse("function_call", |choice| choice.as_str() == Some("none"))?;
-    fields.refuse("response_format", |format| format["type"].as_str() == Some("text"))?;
     fields.refuse("modalities", |list| {
         list.as_array().is_some_and(|list| list.iter().all(|one| one == "text"))
     })?;
     fields.finish()?;
-    let prompt = prompt(app, &messages)?;
-    let mut head = Head::new(app, Style::Chat, parameters.answers, prompt.len(), wanted);
-    head.logprobs = wanted;
+    let calls = CallFormat::of(&app.facts().template);
+    if tools.told().is_some() && calls.is_none() {
+        let why = "the chat template of this model has no place for tools, or writes calls in a way that is not known here";
+        return Err(Fault::field("tools", why));
+    }
+    if let Some(forced) = tools.form(calls, &app.forms)? {
+        if let Some(AskedForm { field, .. }) = form {
+            return Err(Fault::field(field, "an answer that has to call a tool has the form of a call"));
+        }
+        form = Some(AskedForm { field: "tools", form: forced });
+    }
+    let prompt = prompt(app, &asked)?;
+    parameters.constrain(form::start(app, form).await?);
+    let reading = Reading {
+        thinks: app.facts().template.source().is_some_and(|source| source.contains("</think>")),
+        is_thinking: prompt.text.trim_end().ends_with("<think>"),
+        calls: calls.filter(|&calls| calls == CallFormat::Harmony || tools.choice != Choice::None),
+        tools,
+    };
+    // Some begin calls with a token that has no text.
+    parameters.special = if reading.calls.is_some() { Special::Shown } else { Special::Hidden };
+    let mut head = Head::new(app, Style::Chat, parameters.answers, prompt.ids.len(), logprobs.is_some());
+    head.reading = Some(reading);
     let (events, replies) = unbounded_channel();
-    app.engine.submit(parameters.request(app, prompt, 0, logprobs), events);
+    app.engine.submit(parameters.request(app, prompt.ids, 0, logprobs), events);
     Ok(match parameters.stream {
         true => stream::pieces(Arc::clone(app), head, parameters.include_usage, replies).await,
         false => whole(app, &head, replies).await,
     })
 }
 
-fn prompt(app: &App, messages: &[Message]) -> Result<Vec<i64>, Fault> {
+/// How many alternatives are told of each token, where likelihoods are asked for.
+fn logprobs(fields: &mut Fields) -> Result<Option<usize>, Fault> {
+    let wanted = fields.flag("logprobs")?;
+    let top = fields.whole("top_logprobs", 0..=20)?;
+    if top.is_some() && !wanted {
+        return Err(Fault::field("top_logprobs", "is for logprobs: true alone"));
+    }
+    Ok(wanted.then(|| top.unwrap_or(0) as usize))
+}
+
+/// What the model's template is asked to write.
+pub(super) struct Asked {
+    conversation: Conversation,
+    tools: Option<Value>,
+    variables: Map<String, Value>,
+    /// Whether the assistant is asked for a new message.
+    begins: bool,
+    /// Whether it goes on with the last one.
+    goes_on: bool,
+}
+
+impl Asked {
+    /// Reads messages and what else the template is told: `chat_template_kwargs`, `reasoning_effort`, `add_generation_prompt` and
+    /// `continue_final_message`.
+    pub(super) fn read(fields: &mut Fields, list: &Value, tools: Option<Value>) -> Result<Asked, Fault> {
+        const KWARGS: &str = "chat_template_kwargs";
+        let mut variables = match fields.take(KWARGS) {
+            None => Map::new(),
+            Some(Value::Object(variables))
+                if Value::from(variables.clone()).to_string().len() <= MAX_VARIABLES =>
+            {
+                variables
+            }
+            Some(_) => {
+                return Err(Fault::field(
+                    KWARGS,
+                    format!("must be an object of at most {MAX_VARIABLES} bytes"),
+                ));
+            }
+        };
+        if let Some(effort) = fields.text("reasoning_effort")? {
+            variables.insert("reasoning_effort".into(), effort.into());
+        }
+        let goes_on = fields.flag("continue_final_message")?;
+        let begins = match fields.take("add_generation_prompt") {
+            None => !goes_on,
+            Some(Value::Bool(begins)) => begins,
+            Some(_) => return Err(Fault::field("add_generation_prompt", "must be true or false")),
+        };
+        if goes_on && begins {
+            let why = "goes on with the last message, and add_generation_prompt asks for a new one";
+            return Err(Fault::field("continue_final_message", why));
+        }
+        let messages = messages(list)?;
+        let conversation = Conversation::new(&messages.into(), None)
+            .map_err(|error| Fault::field("messages", error.to_string()))?;
+        Ok(Asked { conversation, tools, variables, begins, goes_on })
+    }
+}
+
+/// What the model goes on with.
+pub(super) struct Prompt {
+    text: String,
+    pub(super) ids: Vec<i64>,
+}
+
+/// Has the template write it.
+pub(super) fn prompt(app: &App, asked: &Asked) -> Result<Prompt, Fault> {
     let facts = app.facts();
-    let text = facts.template.render(messages).map_err(|why| Fault::field("messages", why))?;
+    let request = template::Request {
+        messages: asked.conversation.messages(),
+        tools: asked.tools.as_ref(),
+        asks: asked.begins,
+        variables: &asked.variables,
+    };
+    let written = match asked.goes_on {
+        true => facts.template.prompt_within(&request),
+        false => facts.template.prompt(&request),
+    };
+    let text = written.map_err(|why| Fault::field("messages", why))?;
     can_fit(&text, facts.longest, "messages")?;
     // The template has written what the tokenizer would put around a text.
     let ids = facts.codec.encode(&text).map_err(|error| Fault::field("messages", error.to_string()))?;
-    facts.readable(ids).map_err(|why| Fault::field("messages", why))
+    let ids = facts.readable(ids).map_err(|why| Fault::field("messages", why))?;
+    Ok(Prompt { text, ids })
 }
 
-fn messages(fields: &mut Fields) -> Result<Vec<Message>, Fault> {
+fn messages(list: &Value) -> Result<Vec<Value>, Fault> {
     const NAME: &str = "messages";
-    let Some(Value::Array(list)) = fields.take(NAME) else {
+    let Value::Array(list) = list else {
         return Err(Fault::field(NAME, "must be a list of messages"));
     };
     if list.is_empty() || list.len() > MAX_MESSAGES {
@@ -75,9 +175,10 @@ fn messages(fields: &mut Fields) -> Result<Vec<Message>, Fault> {
     list.iter().enumerate().map(|(index, value)| message(&format!("{NAME}[{index}]"), value)).collect()
 }
 
-fn message(place: &str, value: &Value) -> Result<Message, Fault> {
+/// A message without what it leaves empty.
+fn message(place: &str, value: &Value) -> Result<Value, Fault> {
     let Value::Object(fields) = value else { return Err(Fault::field(place, "must be an object")) };
-    let known = ["role", "content", "name", "refusal"];
+    let known = ["role", "content", "name", "refusal", "tool_calls", "tool_call_id", "reasoning_content"];
     if let Some((key, _)) =
         fields.iter().find(|(key, value)| !known.contains(&key.as_str()) && !value.is_null())
     {
@@ -99,5 +200,17 @@ fn message(place: &str, value: &Value) -> Result<Message, Fault> {
     };
     let content = content
         .ok_or_else(|| Fault::field(format!("{place}.content"), "must be a string or parts of type text"))?;
-    Ok(Message { role: role.to_owned(), content })
+    let mut message: Map<String, Value> = fields
+        .iter()
+        .filter(|(_, value)| !value.is_null())
+        .map(|(key, v)| (key.clone(), v.clone()))
+        .collect();
+    message.insert("content".into(), content.into());
+    let calls = message.get("tool_calls");
+    let is_call = |call: &Value| call["function"]["name"].is_string();
+    if calls.is_some_and(|calls| !calls.as_array().is_some_and(|calls| calls.iter().all(is_call))) {
+        let why = "must be a list of calls, each with the name of a function and its arguments";
+        return Err(Fault::field(format!("{place}.tool_calls"), why));
+    }
+    Ok(message.into())
 }

@@ -11,7 +11,7 @@ use super::fault::Fault;
 use super::fields::Fields;
 use super::parameters::{Parameters, tokens};
 use super::reply::{Head, Style, whole};
-use super::{App, stream};
+use super::{App, form, stream};
 use crate::request::{Event, Finish};
 
 /// Prompts of one request.
@@ -27,7 +27,8 @@ pub(super) async fn answer(State(app): State<Arc<App>>, fields: Fields) -> Respo
 }
 
 async fn submit(app: &Arc<App>, mut fields: Fields) -> Result<Response, Fault> {
-    let parameters = Parameters::read(&mut fields, app, Some(DEFAULT_TOKENS))?;
+    let mut parameters = Parameters::read(&mut fields, app, Some(DEFAULT_TOKENS))?;
+    let form = form::read(&mut fields)?;
     let prompts = prompts(app, &mut fields, "prompt")?;
     let logprobs = fields.whole("logprobs", 0..=20)?.map(|count| count as usize);
     let echo = fields.flag("echo")?;
@@ -40,6 +41,7 @@ async fn submit(app: &Arc<App>, mut fields: Fields) -> Result<Response, Fault> {
     }
     fields.refuse("suffix", |suffix| suffix.as_str() == Some(""))?;
     fields.finish()?;
+    parameters.constrain(form::start(app, form).await?);
     let (events, replies) = unbounded_channel();
     let prompt_tokens = prompts.iter().map(Vec::len).sum();
     let count = prompts.len() * parameters.answers;

@@ -20,16 +20,8 @@ const BODY_TIME: Duration = Duration::from_secs(30);
 const EXACT: f64 = (1u64 << 53) as f64;
 
 /// Fields that say nothing about the answer.
-const HARMLESS: [&str; 8] = [
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "parallel_tool_calls",
-    "reasoning_effort",
-];
+const HARMLESS: [&str; 6] =
+    ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"];
 
 /// What is left to read of a body.
 pub(crate) struct Fields(Map<String, Value>);

@@ -2,21 +2,26 @@
 //!
 //! It answers on loopback unless told otherwise. Everything a client sends is bounded and checked before the engine sees it;
 //! what is wrong gets a 4xx in OpenAI's shape. Reading order: this file, `listen` (connections), `room` (how many), `wire` (their bytes), `guard` (who may ask),
-//! `parameters` and `fields` (what is asked), `completions`, `chat` and `embeddings` (the endpoints), `reply` and `stream`
-//! (the answers).
+//! `parameters`, `form`, `tools` and `fields` (what is asked), `completions`, `chat`, `embeddings` and `tokens` (the endpoints), `reply` and
+//! `stream` (the answers), `spoken` and `calls` (what of an answer is thought, said, or a call of a tool).
 
+mod calls;
 mod chat;
 mod completions;
 mod descriptors;
 mod embeddings;
 mod fault;
 mod fields;
+mod form;
 mod guard;
 mod listen;
 mod parameters;
 mod reply;
 mod room;
+mod spoken;
 mod stream;
+mod tokens;
+mod tools;
 mod wire;
 
 use std::net::SocketAddr;
@@ -32,6 +37,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde_json::json;
 
+use crate::constrain::Forms;
 use crate::engine::Engine;
 use crate::model::ModelFacts;
 use fault::Fault;
@@ -69,6 +75,7 @@ struct App {
     engine: Engine,
     options: ServerOptions,
     guard: guard::Guard,
+    forms: Arc<Forms>,
     started_s: u64,
     /// Tells one server's answers from another's.
     run: u64,
@@ -100,11 +107,14 @@ fn router(engine: Engine, options: ServerOptions, address: SocketAddr) -> (Route
     let guard = guard::Guard::new(&options.api_keys, address);
     let limit = DefaultBodyLimit::max(options.max_body_bytes);
     let (started_s, run) = (now_s(), unforeseen());
-    let app = Arc::new(App { engine, options, guard, started_s, run, answers: AtomicU64::new(0) });
+    let forms = Arc::new(Forms::new(engine.facts().codec.clone(), engine.facts().vocabulary));
+    let app = Arc::new(App { engine, options, guard, forms, started_s, run, answers: AtomicU64::new(0) });
     let router = Router::new()
         .route("/v1/completions", post(completions::answer))
         .route("/v1/chat/completions", post(chat::answer))
         .route("/v1/embeddings", post(embeddings::answer))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
         .route("/v1/models", get(models))
         .route("/v1/models/{*name}", get(model))
         .route("/metrics", get(metrics))

@@ -7,7 +7,8 @@ use serde_json::Value;
 use super::fault::Fault;
 use super::fields::Fields;
 use super::{App, unforeseen};
-use crate::request::{Request, Work};
+use crate::constrain::Constraint;
+use crate::request::{Request, Special, Work};
 use crate::sampling::SamplingOptions;
 
 /// Answers to one prompt.
@@ -26,6 +27,8 @@ pub(super) struct Parameters {
     sampling: SamplingOptions,
     stops: Vec<String>,
     stop_tokens: Vec<i64>,
+    /// Whether the text is to show tokens that have a meaning of their own.
+    pub(super) special: Special,
 }
 
 impl Parameters {
@@ -36,11 +39,7 @@ impl Parameters {
         default_tokens: Option<usize>,
     ) -> Result<Parameters, Fault> {
         let facts = app.facts();
-        if let Some(asked) = fields.text("model")?
-            && asked != facts.name
-        {
-            return Err(Fault::no_model(&asked, &facts.name));
-        }
+        served(app, fields)?;
         let longest = facts.longest as i64;
         // A text may be asked for as it is: with `echo`, and how likely it is.
         let least = i64::from(default_tokens.is_none());
@@ -80,7 +79,13 @@ impl Parameters {
             sampling: sampling(fields, facts.vocabulary)?,
             stops: stops(fields)?,
             stop_tokens,
+            special: Special::Hidden,
         })
+    }
+
+    /// Has every answer keep to a form.
+    pub(super) fn constrain(&mut self, constraint: Option<Constraint>) {
+        self.sampling.constraint = constraint;
     }
 
     /// Whether nothing is to be written.
@@ -110,10 +115,20 @@ impl Parameters {
                 max_tokens: self.max_tokens,
                 stops: self.stops.clone(),
                 stop_tokens: self.stop_tokens.clone(),
+                special: self.special,
             },
             first_answer,
             deadline: Instant::now() + app.options.request_time,
         }
+    }
+}
+
+/// Refuses another model's name.
+pub(super) fn served(app: &App, fields: &mut Fields) -> Result<(), Fault> {
+    let served = &app.facts().name;
+    match fields.text("model")? {
+        Some(asked) if asked != *served => Err(Fault::no_model(&asked, served)),
+        _ => Ok(()),
     }
 }
 

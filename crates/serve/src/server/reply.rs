@@ -7,7 +7,9 @@ use ferrospeed_text::TextError;
 use serde_json::{Map, Value, json};
 use tokio::sync::mpsc::UnboundedReceiver;
 
+use super::calls::Call;
 use super::fault::Fault;
+use super::spoken::{Reading, Utterance};
 use super::{App, now_s};
 use crate::detokenize::Detokenizer;
 use crate::request::{Event, Trouble};
@@ -37,6 +39,9 @@ impl Style {
     }
 }
 
+/// Why an answer ends that calls a tool.
+pub(super) const CALLS: &str = "tool_calls";
+
 type Told = (Likelihood, Vec<Likelihood>);
 
 /// What all parts of one reply have in common.
@@ -51,6 +56,8 @@ pub(super) struct Head {
     /// Prompts whose tokens are told with how likely they are, each with the first of the answers to it.
     pub(super) echoed: Vec<(usize, Vec<i64>)>,
     pub(super) logprobs: bool,
+    /// How a chat's answers are taken apart.
+    pub(super) reading: Option<Reading>,
 }
 
 impl Head {
@@ -65,6 +72,7 @@ impl Head {
             echo: vec![String::new(); answers],
             echoed: Vec::new(),
             logprobs,
+            reading: None,
         }
     }
 
@@ -98,14 +106,30 @@ impl Head {
             told.map(|(told, offset)| self.logprobs(app, &[(Some(told.clone()), told.0.token)], &[offset]));
         let choice = match self.style {
             Style::Chat => {
-                let delta =
-                    if finish.is_some() && text.is_empty() { json!({}) } else { json!({"content": text}) };
+                let delta = if text.is_empty() { json!({}) } else { json!({"content": text}) };
                 json!({"index": answer, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
             }
             Style::Text => {
                 json!({"index": answer, "text": text, "logprobs": logprobs, "finish_reason": finish})
             }
         };
+        self.envelope(app, true, vec![choice]).into()
+    }
+
+    /// A piece of a chat's stream that is no word of the answer: a thought, or calls of which the first has this number.
+    pub(super) fn aside(&self, app: &App, answer: usize, said: &Utterance, first: usize) -> Value {
+        let delta = match said {
+            Utterance::Thought(text) => json!({"reasoning_content": text}),
+            Utterance::Content(text) => json!({"content": text}),
+            Utterance::Calls(calls) => {
+                let mut calls = calls_told(app, calls);
+                for (index, call) in calls.iter_mut().enumerate() {
+                    call["index"] = (first + index).into();
+                }
+                json!({"tool_calls": calls})
+            }
+        };
+        let choice = json!({"index": answer, "delta": delta, "logprobs": null, "finish_reason": null});
         self.envelope(app, true, vec![choice]).into()
     }
 
@@ -161,6 +185,44 @@ impl Head {
             }
         }
     }
+}
+
+/// Calls in OpenAI's words.
+fn calls_told(app: &App, calls: &[Call]) -> Vec<Value> {
+    let one = |call: &Call| {
+        json!({"id": app.next_id("call"), "type": "function",
+               "function": {"name": call.name, "arguments": call.arguments}})
+    };
+    calls.iter().map(one).collect()
+}
+
+/// The message that a chat's answer is, and whether it calls a tool.
+fn message(app: &App, reading: Option<&Reading>, text: String) -> (Value, bool) {
+    let Some(reading) = reading else {
+        return (json!({"role": "assistant", "content": text, "refusal": null}), false);
+    };
+    let mut spoken = reading.begin();
+    let mut said = spoken.push(&text);
+    said.extend(spoken.finish());
+    let (mut thought, mut content, mut calls) = (String::new(), String::new(), Vec::new());
+    for one in said {
+        match one {
+            Utterance::Thought(text) => thought += &text,
+            Utterance::Content(text) => content += &text,
+            Utterance::Calls(more) => calls.extend(more),
+        }
+    }
+    let mut message = json!({"role": "assistant", "content": content, "refusal": null});
+    if !thought.is_empty() {
+        message["reasoning_content"] = thought.into();
+    }
+    if !calls.is_empty() {
+        if content.is_empty() {
+            message["content"] = Value::Null;
+        }
+        message["tool_calls"] = calls_told(app, &calls).into();
+    }
+    (message, !calls.is_empty())
 }
 
 #[derive(Default)]
@@ -230,10 +292,11 @@ pub(super) async fn whole(app: &App, head: &Head, mut events: UnboundedReceiver<
         let Gathered { text, told, offsets, finish } = gathered;
         let logprobs = head.logprobs.then(|| head.logprobs(app, &told, &offsets));
         match head.style {
-            Style::Chat => json!({
-                "index": index, "message": {"role": "assistant", "content": text, "refusal": null},
-                "logprobs": logprobs, "finish_reason": finish,
-            }),
+            Style::Chat => {
+                let (message, calls) = message(app, head.reading.as_ref(), text);
+                let finish = if calls { Some(CALLS) } else { finish };
+                json!({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish})
+            }
             Style::Text => {
                 json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish})
             }

@@ -15,7 +15,8 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use super::App;
 use super::fault::Fault;
-use super::reply::{Head, Style};
+use super::reply::{CALLS, Head, Style};
+use super::spoken::{Spoken, Utterance};
 use crate::request::{Event, Trouble};
 
 /// Pieces that wait for a slow client before the stream waits too; the engine never does.
@@ -34,8 +35,10 @@ pub(super) async fn pieces(
     };
     let (out, stream) = channel::<Result<Bytes, Infallible>>(AHEAD);
     tokio::spawn(async move {
-        let mut teller =
-            Teller { lengths: head.echo.iter().map(|text| text.chars().count()).collect(), app, head, out };
+        let lengths = head.echo.iter().map(|text| text.chars().count()).collect();
+        let spoken = head.reading.iter().flat_map(|reading| vec![reading.begin(); head.answers]).collect();
+        let calls = vec![0; head.answers];
+        let mut teller = Teller { lengths, spoken, calls, app, head, out };
         // A client that went away ends it early.
         let _ = teller.tell(first, include_usage, events).await;
     });
@@ -54,6 +57,10 @@ struct Teller {
     out: Sender<Result<Bytes, Infallible>>,
     /// Characters told of each answer.
     lengths: Vec<usize>,
+    /// A chat's answers, as they are taken apart.
+    spoken: Vec<Spoken>,
+    /// Calls told of each answer.
+    calls: Vec<usize>,
 }
 
 impl Teller {
@@ -63,6 +70,33 @@ impl Teller {
 
     async fn say(&self, piece: &Value) -> Result<(), Gone> {
         self.send(format!("data: {piece}\n\n")).await
+    }
+
+    /// The words of more of an answer's text; what it thinks and calls is told at once.
+    async fn words(&mut self, answer: usize, text: String, is_last: bool) -> Result<String, Gone> {
+        let Some(spoken) = self.spoken.get_mut(answer) else { return Ok(text) };
+        let mut said = spoken.push(&text);
+        if is_last {
+            said.extend(spoken.finish());
+        }
+        let mut words = String::new();
+        for one in said {
+            match one {
+                Utterance::Content(text) => words += &text,
+                aside => {
+                    // Words before a call come before it.
+                    if !words.is_empty() {
+                        let before = Utterance::Content(std::mem::take(&mut words));
+                        self.say(&self.head.aside(&self.app, answer, &before, 0)).await?;
+                    }
+                    self.say(&self.head.aside(&self.app, answer, &aside, self.calls[answer])).await?;
+                    if let Utterance::Calls(calls) = &aside {
+                        self.calls[answer] += calls.len();
+                    }
+                }
+            }
+        }
+        Ok(words)
     }
 
     async fn tell(
@@ -83,6 +117,7 @@ impl Teller {
         while let Some(said) = event.take() {
             match said {
                 Event::Token { answer, text, logprobs } => {
+                    let text = self.words(answer, text, false).await?;
                     let offset = self.lengths[answer];
                     self.lengths[answer] += text.chars().count();
                     if !text.is_empty() || logprobs.is_some() {
@@ -91,7 +126,9 @@ impl Teller {
                     }
                 }
                 Event::Finished { answer, text, finish, tokens: used } => {
-                    self.say(&self.head.piece(&self.app, answer, &text, None, Some(finish.name()))).await?;
+                    let text = self.words(answer, text, true).await?;
+                    let finish = if self.calls[answer] > 0 { CALLS } else { finish.name() };
+                    self.say(&self.head.piece(&self.app, answer, &text, None, Some(finish))).await?;
                     (finished, tokens) = (finished + 1, tokens + used);
                 }
                 Event::Embedding { .. } | Event::Scored { .. } => {}

@@ -13,7 +13,7 @@ use ferrospeed_models::{Decoder, ModelConfig, WindowRule};
 use ferrospeed_serve::core::schedule::{Limits, Refusal};
 use ferrospeed_serve::draft::Draft;
 use ferrospeed_serve::model::{Division, OpenOptions, open};
-use ferrospeed_serve::request::{Event, Finish, Request, Trouble, Work};
+use ferrospeed_serve::request::{Event, Finish, Request, Special, Trouble, Work};
 use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_serve::speculate::Speculation;
 use ferrospeed_serve::together::follow;
@@ -27,7 +27,13 @@ use serde_json::json;
 const NEW_TOKENS: usize = 24;
 
 fn request(prompt: &[i64], answers: Vec<SamplingOptions>, max_tokens: usize) -> Request {
-    let work = Work::Generate { answers, max_tokens: Some(max_tokens), stops: vec![], stop_tokens: vec![] };
+    let work = Work::Generate {
+        answers,
+        max_tokens: Some(max_tokens),
+        stops: vec![],
+        stop_tokens: vec![],
+        special: Special::Hidden,
+    };
     Request { prompt: prompt.to_vec(), work, first_answer: 0, deadline: Instant::now() + PATIENCE }
 }
 

@@ -7,7 +7,7 @@ use ferrospeed_models::{ModelConfig, ModelFiles};
 use ferrospeed_serve::Engine;
 use ferrospeed_serve::core::schedule::Limits;
 use ferrospeed_serve::model::{OpenOptions, codec_of, open};
-use ferrospeed_serve::request::{Event, Request, Work};
+use ferrospeed_serve::request::{Event, Request, Special, Work};
 use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_text::template::Message;
 use serde_json::Value;
@@ -62,6 +62,7 @@ fn a_file_is_served_with_its_template_and_writes_what_transformers_writes() {
         max_tokens: Some(12),
         stops: vec![],
         stop_tokens: vec![],
+        special: Special::Hidden,
     };
     let deadline = Instant::now() + Duration::from_secs(60);
     let events = engine.ask(Request { prompt: numbers(&case["prompt"]), work, first_answer: 0, deadline });

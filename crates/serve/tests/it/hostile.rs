@@ -125,7 +125,7 @@ fn requests_that_make_no_sense_are_refused_by_name() {
         (message(json!({"role": "user"})), "messages[0].content"),
         (message(json!({"role": "user", "content": [{"type": "image_url"}]})), "messages[0].content"),
         (message(json!({"role": "assistant", "tool_calls": [{}]})), "messages[0].tool_calls"),
-        (json!({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}), "tools"),
+        (json!({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}), "tools[0]"),
         (json!({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}), "top_logprobs"),
         (
             json!({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}),

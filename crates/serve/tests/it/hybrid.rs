@@ -13,7 +13,7 @@ use ferrospeed_serve::Engine;
 use ferrospeed_serve::hybrid::HybridEngine;
 use ferrospeed_serve::inference::engine::GenerateCall;
 use ferrospeed_serve::model::{OpenOptions, open};
-use ferrospeed_serve::request::{Event, Request, Work};
+use ferrospeed_serve::request::{Event, Request, Special, Work};
 use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_serve::weights_home::WeightsHome;
 use ferrospeed_tensor::Tensor;
@@ -65,7 +65,13 @@ fn served(path: &Path, prompts: &[Vec<i64>], tokens: usize, home: WeightsHome) -
     let engine = Engine::start(facts, runner, blocks, LIMITS).unwrap();
     let ask = |prompt: &Vec<i64>| {
         let answers = vec![SamplingOptions { logprobs: Some(0), ..Default::default() }];
-        let work = Work::Generate { answers, max_tokens: Some(tokens), stops: vec![], stop_tokens: vec![] };
+        let work = Work::Generate {
+            answers,
+            max_tokens: Some(tokens),
+            stops: vec![],
+            stop_tokens: vec![],
+            special: Special::Hidden,
+        };
         let deadline = std::time::Instant::now() + PATIENCE;
         engine.ask(Request { prompt: prompt.clone(), work, first_answer: 0, deadline })
     };

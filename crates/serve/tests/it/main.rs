@@ -3,6 +3,7 @@
 mod auto_tp;
 mod chat_page;
 mod engine;
+mod forms;
 mod gguf;
 mod golden_inference;
 mod hostile;

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use minijinja::{Environment, Error, ErrorKind, Value};
 use serde::Serialize;
+use serde_json::Map;
 
 use crate::error::{Result, TextError};
 use crate::named;
@@ -163,7 +164,32 @@ impl ChatTemplate {
     /// The prompt that asks for the assistant's next message. The error is the template's own word, for the client.
     pub fn render(&self, messages: &[Message]) -> Result<String, String> {
         let messages: Vec<_> = messages.iter().map(|message| serde_json::json!(message)).collect();
-        self.write(&Request { messages: &messages, tools: None, asks: true }).map(|written| written.text)
+        self.prompt(&Request { messages: &messages, tools: None, asks: true, variables: &Map::new() })
+    }
+
+    /// The prompt of a conversation, with the tools that may be called and what else the template is told.
+    pub fn prompt(&self, request: &Request<'_>) -> Result<String, String> {
+        self.write(request).map(|written| written.text)
+    }
+
+    /// The prompt that has the assistant go on in the middle of the conversation's last message.
+    pub fn prompt_within(&self, request: &Request<'_>) -> Result<String, String> {
+        let last = request.messages.last().map_or("", |message| message["content"].as_str().unwrap_or(""));
+        let last = last.trim();
+        if last.is_empty() {
+            return Err("the last message says nothing that could be gone on with".into());
+        }
+        let mut text = self.prompt(&Request { asks: false, ..*request })?;
+        match text.rfind(last) {
+            Some(place) => {
+                text.truncate(place + last.len());
+                Ok(text)
+            }
+            None => {
+                Err("chat template: it writes the last message in other words, so nothing can go on with it"
+                    .into())
+            }
+        }
     }
 
     /// What it writes for a request.
@@ -172,6 +198,7 @@ impl ChatTemplate {
         for (name, text) in &self.tokens {
             context.insert(name.clone(), text.as_str().into());
         }
+        context.extend(request.variables.iter().map(|(name, value)| (name.clone(), value.clone())));
         context.insert("messages".into(), request.messages.into());
         context.insert("tools".into(), request.tools.cloned().unwrap_or_default());
         context.insert("documents".into(), serde_json::Value::Null);
@@ -197,11 +224,16 @@ impl ChatTemplate {
 }
 
 /// What a template is asked to write.
-pub(crate) struct Request<'a> {
-    pub(crate) messages: &'a [serde_json::Value],
-    pub(crate) tools: Option<&'a serde_json::Value>,
+#[derive(Debug, Clone, Copy)]
+pub struct Request<'a> {
+    /// The messages, as [`crate::Conversation::messages`] has them.
+    pub messages: &'a [serde_json::Value],
+    /// The tools that may be called.
+    pub tools: Option<&'a serde_json::Value>,
     /// Whether the assistant is to go on: `add_generation_prompt`.
-    pub(crate) asks: bool,
+    pub asks: bool,
+    /// What else it is told, such as `enable_thinking`.
+    pub variables: &'a Map<String, serde_json::Value>,
 }
 
 /// What a template wrote.
