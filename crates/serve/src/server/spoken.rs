@@ -174,8 +174,8 @@ impl Spoken {
     fn begin(&mut self, is_all: bool) -> bool {
         let text = self.held.trim_start();
         if self.reading.thinks {
-            if text.starts_with(THINK) {
-                self.held = text[THINK.len()..].to_owned();
+            if let Some(thought) = text.strip_prefix(THINK) {
+                self.held = thought.to_owned();
                 self.is_fresh = true;
                 self.state = State::Thinking;
                 return true;
@@ -190,7 +190,7 @@ impl Spoken {
             return true;
         }
         let may_be = braces && (text.is_empty() || "<|python_tag|>".starts_with(text));
-        if text.is_empty() && !is_all || may_be && !is_all {
+        if !is_all && (text.is_empty() || may_be) {
             return false;
         }
         self.state = State::Speaking;
