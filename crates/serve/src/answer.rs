@@ -204,10 +204,11 @@ impl Answer {
         {
             rest = left;
         }
+        let ended = writing.stops.ended_by().filter(|_| stopped).map(Finish::StopText);
         for (text, logprobs) in pieces {
             self.tell(Event::Token { answer, text, logprobs });
         }
-        let Some(finish) = (if stopped { Some(Finish::Stop) } else { finish }) else { return Ok(false) };
+        let Some(finish) = ended.or(finish) else { return Ok(false) };
         self.tell(Event::Finished { answer, text: rest, finish, tokens });
         Ok(true)
     }

@@ -98,22 +98,23 @@ impl Detokenizer {
 pub struct StopStrings {
     stops: Vec<String>,
     held: String,
+    ended_by: Option<usize>,
 }
 
 impl StopStrings {
     /// Ends texts at the first of these.
     pub fn new(stops: Vec<String>) -> StopStrings {
-        StopStrings {
-            stops: stops.into_iter().filter(|stop| !stop.is_empty()).collect(),
-            held: String::new(),
-        }
+        StopStrings { stops, held: String::new(), ended_by: None }
     }
 
     /// Takes text; gives what is certain, and whether a stop string ended it.
     pub fn push(&mut self, text: &str) -> (String, bool) {
         self.held.push_str(text);
-        if let Some(place) = self.stops.iter().filter_map(|stop| self.held.find(stop)).min() {
+        let places = self.stops.iter().enumerate().filter(|(_, stop)| !stop.is_empty());
+        let first = places.filter_map(|(index, stop)| Some((self.held.find(stop)?, index))).min();
+        if let Some((place, index)) = first {
             self.held.truncate(place);
+            self.ended_by = Some(index);
             return (std::mem::take(&mut self.held), true);
         }
         let waits = (1..=self.held.len())
@@ -125,6 +126,11 @@ impl StopStrings {
             });
         let kept = self.held.split_off(self.held.len() - waits.unwrap_or(0));
         (std::mem::replace(&mut self.held, kept), false)
+    }
+
+    /// Which of them ended it.
+    pub fn ended_by(&self) -> Option<usize> {
+        self.ended_by
     }
 
     /// What is left when no text follows.

@@ -60,8 +60,10 @@ pub enum Special {
 /// Why an answer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finish {
-    /// A stop string, or a token that ends texts.
+    /// A token that ends texts, or the end of the answer's form.
     Stop,
+    /// A stop string: the one with this number among those of the request.
+    StopText(usize),
     /// It has as many tokens as it may have.
     Length,
 }
@@ -70,7 +72,7 @@ impl Finish {
     /// As OpenAI's interface calls it.
     pub fn name(self) -> &'static str {
         match self {
-            Finish::Stop => "stop",
+            Finish::Stop | Finish::StopText(_) => "stop",
             Finish::Length => "length",
         }
     }

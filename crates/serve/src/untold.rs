@@ -116,7 +116,10 @@ mod tests {
             all.push(match event {
                 Event::Token { text, .. } => text,
                 Event::Finished { text, finish, tokens, .. } => {
-                    format!("{text}|{} after {tokens}", if finish == Finish::Stop { "stop" } else { "full" })
+                    format!(
+                        "{text}|{} after {tokens}",
+                        if finish == Finish::Length { "full" } else { "stop" }
+                    )
                 }
                 other => format!("{other:?}"),
             });

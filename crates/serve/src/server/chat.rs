@@ -6,7 +6,7 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use ferrospeed_text::{Conversation, template};
 use serde_json::{Map, Value};
-use tokio::sync::mpsc::unbounded_channel;
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::calls::CallFormat;
 use super::completions::can_fit;
@@ -18,7 +18,7 @@ use super::reply::{Head, Style, whole};
 use super::spoken::Reading;
 use super::tools::{Choice, Tools};
 use super::{App, stream};
-use crate::request::Special;
+use crate::request::{Event, Special};
 
 /// Messages of a conversation.
 const MAX_MESSAGES: usize = 4096;
@@ -32,7 +32,26 @@ pub(super) async fn answer(State(app): State<Arc<App>>, fields: Fields) -> Respo
     }
 }
 
-async fn submit(app: &Arc<App>, mut fields: Fields) -> Result<Response, Fault> {
+async fn submit(app: &Arc<App>, fields: Fields) -> Result<Response, Fault> {
+    let Begun { head, stream, include_usage, replies, .. } = begin(app, fields).await?;
+    Ok(match stream {
+        true => stream::pieces(Arc::clone(app), head, include_usage, replies).await,
+        false => whole(app, &head, replies).await,
+    })
+}
+
+/// A chat that the engine works on.
+pub(super) struct Begun {
+    pub(super) head: Head,
+    pub(super) stream: bool,
+    include_usage: bool,
+    /// Texts that end an answer.
+    pub(super) stops: Vec<String>,
+    pub(super) replies: UnboundedReceiver<Event>,
+}
+
+/// Reads what is asked for, and hands it to the engine.
+pub(super) async fn begin(app: &Arc<App>, mut fields: Fields) -> Result<Begun, Fault> {
     let mut parameters = Parameters::read(&mut fields, app, None)?;
     let messages = fields.take("messages").unwrap_or_default();
     let logprobs = logprobs(&mut fields)?;
@@ -71,10 +90,8 @@ async fn submit(app: &Arc<App>, mut fields: Fields) -> Result<Response, Fault> {
     head.reading = Some(reading);
     let (events, replies) = unbounded_channel();
     app.engine.submit(parameters.request(app, prompt.ids, 0, logprobs), events);
-    Ok(match parameters.stream {
-        true => stream::pieces(Arc::clone(app), head, parameters.include_usage, replies).await,
-        false => whole(app, &head, replies).await,
-    })
+    let Parameters { stream, include_usage, stops, .. } = parameters;
+    Ok(Begun { head, stream, include_usage, stops, replies })
 }
 
 /// How many alternatives are told of each token, where likelihoods are asked for.

@@ -49,7 +49,7 @@ impl Fault {
         Fault { code: Some("ambiguous_length"), ..Fault::new(StatusCode::BAD_REQUEST, why) }
     }
 
-    fn kind(&self) -> &'static str {
+    pub(crate) fn kind(&self) -> &'static str {
         match self.status {
             StatusCode::UNAUTHORIZED => "authentication_error",
             StatusCode::FORBIDDEN => "permission_error",

@@ -43,6 +43,16 @@ impl<S: Send + Sync> FromRequest<S> for Fields {
 }
 
 impl Fields {
+    /// Of a body that was written here.
+    pub(crate) fn of(fields: Map<String, Value>) -> Fields {
+        Fields(fields)
+    }
+
+    /// All that is left.
+    pub(crate) fn rest(self) -> Map<String, Value> {
+        self.0
+    }
+
     pub(crate) fn parse(bytes: &[u8]) -> Result<Fields, Fault> {
         match json::parse(bytes) {
             Ok(Value::Object(fields)) => Ok(Fields(fields)),

@@ -2,7 +2,7 @@
 //!
 //! It answers on loopback unless told otherwise. Everything a client sends is bounded and checked before the engine sees it;
 //! what is wrong gets a 4xx in OpenAI's shape. Reading order: this file, `listen` (connections), `room` (how many), `wire` (their bytes), `guard` (who may ask),
-//! `parameters`, `form`, `tools` and `fields` (what is asked), `completions`, `chat`, `embeddings` and `tokens` (the endpoints), `reply` and
+//! `parameters`, `form`, `tools` and `fields` (what is asked), `completions`, `chat`, `messages`, `embeddings` and `tokens` (the endpoints), `reply` and
 //! `stream` (the answers), `spoken` and `calls` (what of an answer is thought, said, or a call of a tool).
 
 mod calls;
@@ -15,6 +15,7 @@ mod fields;
 mod form;
 mod guard;
 mod listen;
+mod messages;
 mod parameters;
 mod reply;
 mod room;
@@ -112,6 +113,8 @@ fn router(engine: Engine, options: ServerOptions, address: SocketAddr) -> (Route
     let router = Router::new()
         .route("/v1/completions", post(completions::answer))
         .route("/v1/chat/completions", post(chat::answer))
+        .route("/v1/messages", post(messages::answer))
+        .route("/v1/messages/count_tokens", post(messages::count))
         .route("/v1/embeddings", post(embeddings::answer))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))

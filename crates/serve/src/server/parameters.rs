@@ -25,7 +25,7 @@ pub(super) struct Parameters {
     pub(super) include_usage: bool,
     max_tokens: Option<usize>,
     sampling: SamplingOptions,
-    stops: Vec<String>,
+    pub(super) stops: Vec<String>,
     stop_tokens: Vec<i64>,
     /// Whether the text is to show tokens that have a meaning of their own.
     pub(super) special: Special,

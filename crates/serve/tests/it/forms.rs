@@ -254,6 +254,75 @@ fn a_tool_that_must_be_called_is_called_with_what_it_takes() {
 }
 
 #[test]
+fn anthropics_messages_say_the_same() {
+    let (_folder, server) = server(Some(HERMES));
+    let tools = json!([{"name": "weather", "description": "of a city", "input_schema": weather()[0]["function"]["parameters"]}]);
+    let body = |more: Value| {
+        let mut body = json!({"model": "tiny", "max_tokens": 200, "system": "be kind", "seed": 5, "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]}]});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body
+    };
+    let called = body(json!({"tools": tools, "tool_choice": {"type": "tool", "name": "weather"}}));
+    let said = server.post("/v1/messages", &called).json();
+    assert_eq!((&said["type"], &said["stop_reason"]), (&json!("message"), &json!("tool_use")), "{said}");
+    let block = &said["content"][0];
+    assert_eq!((&block["type"], &block["name"]), (&json!("tool_use"), &json!("weather")));
+    assert!(["Ulm", "Bonn"].contains(&block["input"]["city"].as_str().unwrap()));
+    let result = json!({"type": "tool_result", "tool_use_id": block["id"], "content": "rain"});
+    let again = body(json!({"tools": tools, "max_tokens": 2, "messages": [
+        {"role": "user", "content": "hi"}, {"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]}));
+    let again = server.post("/v1/messages", &again);
+    assert_eq!((again.status, &again.json()["stop_reason"]), (200, &json!("max_tokens")), "{again:?}");
+
+    let mut streamed = called.clone();
+    streamed["stream"] = true.into();
+    let reply = server.post("/v1/messages", &streamed);
+    let events: Vec<Value> = reply
+        .body
+        .lines()
+        .filter_map(|line| serde_json::from_str(line.strip_prefix("data: ")?).ok())
+        .collect();
+    let kinds: Vec<&str> = events.iter().map(|event| event["type"].as_str().unwrap()).collect();
+    let whole = [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ];
+    assert_eq!(kinds, whole, "{events:?}");
+    let input: Value = serde_json::from_str(events[2]["delta"]["partial_json"].as_str().unwrap()).unwrap();
+    assert!(input["city"].is_string() && events[4]["delta"]["stop_reason"] == "tool_use");
+
+    let stopped = body(json!({"stop_sequences": ["never", "A"], "logit_bias": {"65": 100}}));
+    let said = server.post("/v1/messages", &stopped).json();
+    assert_eq!(
+        (&said["stop_reason"], &said["stop_sequence"]),
+        (&json!("stop_sequence"), &json!("A")),
+        "{said}"
+    );
+    let counted = server
+        .post("/v1/messages/count_tokens", &json!({"messages": [{"role": "user", "content": "hi"}]}))
+        .json();
+    assert_eq!(counted["input_tokens"], "<user>hi<assistant>".len());
+    for more in [
+        json!({"tools": [{"type": "web_search", "name": "x"}]}),
+        json!({"thinking": {"type": "deeply"}}),
+        json!({"colour": 1}),
+        json!({"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+    ] {
+        let reply = server.post("/v1/messages", &body(more.clone()));
+        assert_eq!(
+            (reply.status, &reply.json()["error"]["type"]),
+            (400, &json!("invalid_request_error")),
+            "{more}"
+        );
+    }
+}
+
+#[test]
 fn what_is_said_of_tools_and_cannot_be_is_refused() {
     let (_folder, with) = server(Some(HERMES));
     let (_other, without) = server(None);

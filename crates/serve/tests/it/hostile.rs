@@ -128,7 +128,7 @@ fn requests_that_make_no_sense_are_refused_by_name() {
         (json!({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}), "tools[0]"),
         (json!({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}), "top_logprobs"),
         (
-            json!({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}),
+            json!({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "xml"}}),
             "response_format",
         ),
     ] {
