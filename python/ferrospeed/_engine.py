@@ -134,8 +134,9 @@ class FerrospeedEngine(torch.nn.Module):
         applied = self._core.step()
         self.last_step_skipped = applied is False
         if applied and self._steps_schedule:
-            # torch's schedules warn where no optimizer has stepped before them.
-            self.optimizer._opt_called = True
+            # torch's schedules warn where their optimizer has not stepped before them: it has, here.
+            if hasattr(self.lr_scheduler, "optimizer"):
+                self.lr_scheduler.optimizer._opt_called = True
             self.lr_scheduler.step(**(lr_kwargs or {}))
             self.optimizer.push()
         elif applied:

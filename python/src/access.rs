@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 use crate::engine::Engine;
 use crate::errors::{of_store, refused};
 use crate::views::owned;
+use crate::waiting::detached;
 
 /// Adds what is here to the module.
 pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -29,7 +30,7 @@ fn which(name: &str) -> Which<'_> {
 #[pyfunction]
 fn get_full(py: Python<'_>, engine: &Engine, index: usize, name: &str) -> PyResult<Py<PyAny>> {
     let param = engine.param(index)?;
-    let values = py.detach(|| engine.store.full(param, which(name))).map_err(of_store)?;
+    let values = detached(py, || engine.store.full(param, which(name))).map_err(of_store)?;
     owned(py, values, param.shape().sizes())
 }
 
@@ -37,7 +38,7 @@ fn get_full(py: Python<'_>, engine: &Engine, index: usize, name: &str) -> PyResu
 #[pyfunction]
 fn get_local(py: Python<'_>, engine: &Engine, index: usize, name: &str) -> PyResult<(usize, Py<PyAny>)> {
     let param = engine.param(index)?;
-    let (start, values) = py.detach(|| engine.store.local(param, which(name))).map_err(of_store)?;
+    let (start, values) = detached(py, || engine.store.local(param, which(name))).map_err(of_store)?;
     let numel = values.len();
     Ok((start, owned(py, values, &[numel])?))
 }
@@ -58,12 +59,12 @@ fn given(address: usize, numel: usize) -> PyResult<Vec<f32>> {
 #[pyfunction]
 fn set_full(py: Python<'_>, engine: &Engine, index: usize, name: &str, address: usize, numel: usize) -> PyResult<()> {
     let (param, values): (&Param, Vec<f32>) = (engine.param(index)?, given(address, numel)?);
-    py.detach(|| engine.store.set_full(param, which(name), &values)).map_err(of_store)
+    detached(py, || engine.store.set_full(param, which(name), &values)).map_err(of_store)
 }
 
 /// Replaces this rank's part of it.
 #[pyfunction]
 fn set_local(py: Python<'_>, engine: &Engine, index: usize, name: &str, address: usize, numel: usize) -> PyResult<()> {
     let (param, values): (&Param, Vec<f32>) = (engine.param(index)?, given(address, numel)?);
-    py.detach(|| engine.store.set_local(param, which(name), &values)).map_err(of_store)
+    detached(py, || engine.store.set_local(param, which(name), &values)).map_err(of_store)
 }

@@ -20,6 +20,7 @@ use crate::errors::{of_config, of_engine, of_tensor, refused};
 use crate::memory::{gradient, sent_type, torch_name, weight_type};
 use crate::source::{Buffer, FromModule, Given, broadcast};
 use crate::views::{borrowed, lasting, shape_of};
+use crate::waiting::detached;
 use crate::world::world;
 
 /// The engine.
@@ -43,12 +44,12 @@ impl Engine {
         py: Python<'_>,
         work: impl FnOnce(&mut Training) -> Result<R, EngineError> + Send,
     ) -> PyResult<R> {
-        py.detach(|| work(&mut self.training.lock().unwrap_or_else(PoisonError::into_inner))).map_err(of_engine)
+        detached(py, || work(&mut self.training.lock().unwrap_or_else(PoisonError::into_inner))).map_err(of_engine)
     }
 
     /// Looks at it.
     fn see<R: Send>(&self, py: Python<'_>, look: impl FnOnce(&Training) -> R + Send) -> R {
-        py.detach(|| look(&self.training.lock().unwrap_or_else(PoisonError::into_inner)))
+        detached(py, || look(&self.training.lock().unwrap_or_else(PoisonError::into_inner)))
     }
 
     /// The parameter of this number.
@@ -135,7 +136,7 @@ impl Engine {
             Ok(ParamGroup { params, options })
         };
         let groups = groups.map(|groups| groups.into_iter().map(group).collect::<PyResult<_>>()).transpose()?;
-        let training = py.detach(|| -> PyResult<Training> {
+        let training = detached(py, || -> PyResult<Training> {
             // SAFETY: the package keeps the tensors, and waits here.
             let source = unsafe {
                 broadcast(&world, &given)?;
@@ -166,7 +167,7 @@ impl Engine {
         let (param, dtype) = (self.param(index)?, weight_type(dtype)?);
         // SAFETY: the package gives the gradient up with this call.
         let gradient = unsafe { gradient(address, param, dtype, self.store.device(), owner)? };
-        py.detach(|| param.push_grad(gradient)).map_err(of_tensor)
+        detached(py, || param.push_grad(gradient)).map_err(of_tensor)
     }
 
     fn begin_forward(&self, py: Python<'_>) -> PyResult<()> {

@@ -12,6 +12,7 @@ mod errors;
 mod memory;
 mod source;
 mod views;
+mod waiting;
 mod world;
 
 use pyo3::prelude::*;

@@ -14,6 +14,7 @@ use pyo3::prelude::*;
 
 use crate::errors::{of_store, of_tensor};
 use crate::memory::capsule;
+use crate::waiting::detached;
 
 /// The value of a parameter where it stays; `None` where it comes and goes.
 pub(crate) fn lasting(py: Python<'_>, store: &ZeroStore, param: &Param) -> PyResult<Option<Py<PyAny>>> {
@@ -24,7 +25,7 @@ pub(crate) fn lasting(py: Python<'_>, store: &ZeroStore, param: &Param) -> PyRes
 
 /// The value of a parameter, borrowed for as long as a tensor over it lives.
 pub(crate) fn borrowed(py: Python<'_>, param: &Param) -> PyResult<Py<PyAny>> {
-    let value = py.detach(|| param.read()).map_err(of_tensor)?;
+    let value = detached(py, || param.read()).map_err(of_tensor)?;
     let tensor: Tensor = value.detach();
     capsule(py, &tensor, value)
 }
@@ -32,7 +33,7 @@ pub(crate) fn borrowed(py: Python<'_>, param: &Param) -> PyResult<Py<PyAny>> {
 /// Numbers that were computed for Python, in memory of their own.
 pub(crate) fn owned(py: Python<'_>, values: Vec<f32>, shape: &[usize]) -> PyResult<Py<PyAny>> {
     let device = ferrospeed_cpu::device();
-    let made = py.detach(|| Tensor::from_slice(&values, shape_of(shape)?, &device)).map_err(of_tensor)?;
+    let made = detached(py, || Tensor::from_slice(&values, shape_of(shape)?, &device)).map_err(of_tensor)?;
     capsule(py, &made, made.clone())
 }
 

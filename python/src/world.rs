@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 
 use crate::errors::{of_comm, refused};
 use crate::memory::{region, sent_type};
+use crate::waiting::{detached, watch_interrupts};
 
 /// This process's membership, once it has one.
 static WORLD: Mutex<Option<World>> = Mutex::new(None);
@@ -37,7 +38,8 @@ fn init_distributed(py: Python<'_>) -> PyResult<()> {
     if held().is_some() {
         return Ok(());
     }
-    let made = py.detach(ferrospeed_comm::init_distributed).map_err(of_comm)?;
+    watch_interrupts();
+    let made = detached(py, ferrospeed_comm::init_distributed).map_err(of_comm)?;
     held().get_or_insert(made);
     Ok(())
 }
@@ -52,7 +54,7 @@ fn is_initialized() -> bool {
 #[pyfunction]
 fn destroy(py: Python<'_>) {
     let left = held().take();
-    py.detach(|| drop(left));
+    detached(py, || drop(left));
 }
 
 /// The group of all ranks.
@@ -71,7 +73,7 @@ fn local_rank() -> PyResult<usize> {
 #[pyfunction]
 fn new_group(py: Python<'_>, ranks: Vec<usize>) -> PyResult<Option<Group>> {
     let world = world()?;
-    Ok(py.detach(|| world.new_group(&ranks)).map_err(of_comm)?.map(Group))
+    Ok(detached(py, || world.new_group(&ranks)).map_err(of_comm)?.map(Group))
 }
 
 /// Some ranks that talk among themselves.
@@ -88,7 +90,7 @@ fn op(name: &str) -> PyResult<ReduceOp> {
 
 /// Waits for an operation without Python's lock.
 fn wait(py: Python<'_>, work: impl FnOnce() -> Work + Send) -> PyResult<()> {
-    py.detach(|| -> Result<(), Error> { work().wait() }).map_err(of_comm)
+    detached(py, || -> Result<(), Error> { work().wait() }).map_err(of_comm)
 }
 
 // SAFETY of every block below: the package hands contiguous tensors on the host, keeps them until the call returns, and the
@@ -177,7 +179,7 @@ impl Group {
 
     /// Bytes of every rank, in order of rank: for objects of Python's, which the package turns into text.
     fn all_gather_bytes(&self, py: Python<'_>, own: Vec<u8>) -> PyResult<Vec<Vec<u8>>> {
-        let gathered = py.detach(|| -> Result<Vec<Vec<u8>>, Error> {
+        let gathered = detached(py, || -> Result<Vec<Vec<u8>>, Error> {
             let mut lengths = vec![0i64; self.0.size()];
             self.0.all_gather(&[own.len() as i64], &mut lengths)?;
             let lengths: Vec<usize> = lengths.into_iter().map(|length| length as usize).collect();

@@ -58,7 +58,11 @@ def run(framework, case: dict, rank: int) -> dict:
     """Trains, and tells losses of every micro-batch of this rank, norms and rates of every step, and a digest of the weights."""
     module = modules.make(case["module"])
     params = modules.groups(module) if case.get("groups") else module.parameters()
-    engine, optimizer, _, schedule = framework.initialize(model=module, model_parameters=params, config=config_of(case))
+    config = config_of(case)
+    if framework.__name__ == "deepspeed":
+        # Its own is compiled when it is first used, which takes minutes.
+        config["optimizer"]["params"]["torch_adam"] = True
+    engine, optimizer, _, schedule = framework.initialize(model=module, model_parameters=params, config=config)
     told: dict = {"losses": [], "norms": [], "rates": []}
     micro = 0
     if case.get("load"):
@@ -92,6 +96,9 @@ def run(framework, case: dict, rank: int) -> dict:
 def main() -> None:
     name, cases, results = sys.argv[1:4]
     framework = __import__(name)
+    if name == "deepspeed":
+        # Its operations in C++ are compiled when they are first used; nothing here needs them.
+        framework.ops.__compatible_ops__.clear()
     framework.init_distributed(**({"dist_backend": "gloo"} if name == "deepspeed" else {}))
     rank = int(os.environ.get("RANK", "0"))
     told = []

@@ -108,11 +108,15 @@ class Ranks(unittest.TestCase):
     def test_a_killed_rank_ends_the_others_and_is_named(self) -> None:
         for stage in (0, 3):
             started = ranks.start(["-c", TRAINS_FOR_EVER.replace("STAGE", str(stage))], 2)
-            for process in started:
-                self.assertIn("TRAINING", process.stdout.readline())
-            started[1].send_signal(signal.SIGKILL)
-            began = time.monotonic()
-            (status, output), _ = ranks.finish(started)
+            try:
+                for process in started:
+                    self.assertIn("TRAINING", process.stdout.readline())
+                started[1].send_signal(signal.SIGKILL)
+                began = time.monotonic()
+                (status, output), _ = ranks.finish(started)
+            finally:
+                for process in started:
+                    process.kill()
             self.assertLess(time.monotonic() - began, 60, "the deadline of a collective is half an hour")
             self.assertNotEqual(status, 0)
             self.assertRegex(output, r"CommError: .*rank 1")
