@@ -37,6 +37,9 @@ use crate::setup::{Setup, kept_type};
 use crate::timers::{StepTimes, Throughput};
 
 mod facts;
+mod outside;
+
+pub use outside::OutsideBackward;
 
 /// What a call of [`Engine::step`] did.
 #[derive(Debug, Clone, PartialEq)]
@@ -316,18 +319,7 @@ impl Engine {
         pass: impl FnOnce(&[(Tensor, Tensor)]) -> Result<R, TensorError>,
     ) -> Result<(f32, R)> {
         self.check_whole("backward")?;
-        if self.is_evaluating() {
-            return Err(EngineError::Order {
-                call: "backward",
-                why: "the engine is evaluating; call train() first",
-            });
-        }
-        if self.store.optimizer().is_none() {
-            return Err(EngineError::Order {
-                call: "backward",
-                why: "there is no optimizer: configure one, or give one to initialize",
-            });
-        }
+        self.check_trains()?;
         self.log_memory("Engine before backward");
         let start = Instant::now();
         // Asked for before backward is submitted, so that a device never waits for the host to look at it.

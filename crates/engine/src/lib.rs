@@ -59,7 +59,7 @@ mod timers;
 
 pub use activations::activation_shelf;
 pub use checkpoint::{FindParameter, Format, LoadOptions, Loaded, SaveOptions, Spelling};
-pub use engine::{BackwardOptions, Engine, StepReport};
+pub use engine::{BackwardOptions, Engine, OutsideBackward, StepReport};
 pub use error::{EngineError, Result};
 pub use examine::refusals;
 pub use failure::Failure;

@@ -92,13 +92,27 @@ impl Attached {
         if let Some(residency) = &mut state.residency {
             return Ok(self.borrows[index].lend(residency.acquire(index)?));
         }
+        Ok(self.borrows[index].lend(self.whole(&state, index)?))
+    }
+
+    /// Where the value lies below stage 3.
+    fn whole(&self, state: &State, index: usize) -> ZeroResult<Tensor> {
         let (group, in_group) = self.places[index];
         let share = &state.shares[group];
         let start = match share.placed.layout.fragments[in_group].first() {
             Some(first) => first.rank * share.placed.layout.part_numel + first.in_part,
             None => 0,
         };
-        Ok(self.borrows[index].lend(share.values.memory()?.slice(start, self.shapes[index])?))
+        Ok(share.values.memory()?.slice(start, self.shapes[index])?)
+    }
+
+    /// The same, where it stays and is what kernels see. Its readers are not known.
+    pub(crate) fn unguarded(&self, index: usize) -> ZeroResult<Option<Tensor>> {
+        let state = self.lock();
+        match state.residency.is_some() || self.lens.get().is_some() {
+            true => Ok(None),
+            false => self.whole(&state, index).map(Some),
+        }
     }
 
     /// The first parameter whose value somebody looks at, and where it was read.

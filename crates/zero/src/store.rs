@@ -25,7 +25,7 @@ use ferrospeed_config::Stage;
 use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_placement::{Placement, Publish};
 use ferrospeed_tensor::store::ParamSource;
-use ferrospeed_tensor::{DType, Device, Param};
+use ferrospeed_tensor::{DType, Device, Param, Tensor};
 
 use crate::attached::{Attached, State};
 use crate::error::{Result, ZeroError};
@@ -187,7 +187,7 @@ impl ZeroStore {
     }
 
     /// Waits until all that a step has queued is done, and tells how it ended.
-    pub(crate) fn settle(&self, call: &'static str) -> Result<()> {
+    pub fn settle(&self, call: &'static str) -> Result<()> {
         self.attached.updates.settle(call)
     }
 
@@ -199,6 +199,18 @@ impl ZeroStore {
                 Err(ZeroError::Borrowed { call, name: self.params[index].name().into(), read_at })
             }
         }
+    }
+
+    /// The value of a parameter for an owner who looks at it all the time, as the tensors of another framework do: no borrow, which
+    /// every step would refuse. `None` where values come and go (stage 3), or kernels see something else in their place.
+    ///
+    /// # Safety
+    /// While a call of this store that changes weights runs (a step until it is settled, a load, a set), nobody reads or writes the
+    /// tensor; and nobody writes it otherwise, since ranks of a host may have it in common.
+    pub unsafe fn unguarded(&self, param: &Param) -> Result<Option<Tensor>> {
+        let index = self.index_of(param)?;
+        self.settle("reading a parameter")?;
+        self.attached.unguarded(index)
     }
 
     pub(crate) fn homes(&self) -> &Homes {

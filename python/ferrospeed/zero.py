@@ -1,0 +1,103 @@
+"""Weights that are spread over ranks: making them, and looking at them whole."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any, Iterable
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from . import _ferrospeed, comm
+from ._ferrospeed import FerrospeedError
+
+__all__ = ["GatheredParameters", "Init"]
+
+
+class _ById:
+    """Parameters by identity: tensors compare by value."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[Any, Any, int]] = {}
+
+    def note(self, engine: Any, params: Iterable[torch.Tensor]) -> None:
+        for index, param in enumerate(params):
+            key = id(param)
+            gone = weakref.ref(param, lambda _, key=key: self._of.pop(key, None))
+            self._of[key] = (gone, weakref.ref(engine), index)
+
+    def find(self, param: torch.Tensor) -> tuple[Any, int] | None:
+        found = self._of.get(id(param))
+        engine = found[1]() if found is not None else None
+        return (engine, found[2]) if found is not None and engine is not None else None
+
+
+OWNERS = _ById()
+
+
+def owner_of(param: torch.Tensor, call: str) -> tuple[Any, int]:
+    """The engine that has a parameter, and its number there."""
+    found = OWNERS.find(param)
+    if found is None:
+        raise FerrospeedError(f"{call}: a parameter of shape {tuple(param.shape)} is of no engine")
+    return found
+
+
+class Init(contextlib.AbstractContextManager):
+    """Modules that are made within are those of one rank, as outside.
+
+    A torch module has its values from when it is made until an engine takes them over, one module at a time; build it on the
+    "meta" device and load weights by a checkpoint where that is too much. DeepSpeed's arguments are taken where they say nothing
+    else: another device or type than the engine's is refused.
+    """
+
+    def __init__(self, module: Any = None, enabled: bool = True, remote_device: str | None = None, **options: Any) -> None:
+        if remote_device not in (None, "none", "cpu"):
+            raise NotImplementedError(f"zero.Init: remote_device={remote_device!r} is not taken")
+        self._enabled = enabled
+        self._options = options
+
+    def __enter__(self) -> "Init":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        return None
+
+
+class GatheredParameters(contextlib.AbstractContextManager):
+    """Parameters whole within, on every rank. With ``modifier_rank``, what that rank writes to them becomes their value.
+
+    All ranks enter and leave it together. Parameters of no engine, and parameters below stage 3 that are only read, are as they
+    are.
+    """
+
+    def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True) -> None:
+        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        self._params = [param for param in given if OWNERS.find(param) is not None] if enabled else []
+        self._modifier = modifier_rank
+        self._before: list[torch.Tensor] = []
+
+    def __enter__(self) -> "GatheredParameters":
+        for param in self._params:
+            engine, index = owner_of(param, "GatheredParameters")
+            self._before.append(param.data)
+            if self._modifier is None and engine.zero_optimization_stage() < 3:
+                continue
+            # What is written must be written to memory of its own: the engine's may be all ranks' in common.
+            whole = from_dlpack(_ferrospeed.get_full(engine._core, index, "weight"))
+            param.data = whole.to(param.dtype) if self._modifier is None else whole
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        written = [param.data for param in self._params]
+        for param, before in zip(self._params, self._before):
+            param.data = before
+        self._before = []
+        if kind is not None or self._modifier is None:
+            return
+        for param, value in zip(self._params, written):
+            engine, index = owner_of(param, "GatheredParameters")
+            value = value.detach().to(torch.float32).contiguous()
+            comm.broadcast(value, self._modifier)
+            _ferrospeed.set_full(engine._core, index, "weight", value.data_ptr(), value.numel())
