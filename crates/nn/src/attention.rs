@@ -5,6 +5,8 @@
 mod composed;
 mod latent;
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use ferrospeed_tensor::ops::{self, AttentionOptions, PackedHeads, WeightLayout};
 use ferrospeed_tensor::{
     DType, Device, Documents, Operand, Pages, Param, Result, Tensor, TensorError, profile,
@@ -157,6 +159,8 @@ pub struct KeyValueCache {
     keys: Tensor,
     values: Tensor,
     filled: usize,
+    /// What a layer in linear time keeps of each text of a pass over pages, by the text's first block.
+    texts: BTreeMap<u32, [Tensor; 2]>,
 }
 
 impl KeyValueCache {
@@ -169,8 +173,8 @@ impl KeyValueCache {
         device: &Device,
     ) -> Result<KeyValueCache> {
         let shape = [batch, capacity, config.kv_heads, config.head_dim];
-        let keys = Tensor::zeros(shape, dtype, device)?;
-        Ok(KeyValueCache { keys, values: Tensor::zeros(shape, dtype, device)?, filled: 0 })
+        let [keys, values] = [Tensor::zeros(shape, dtype, device)?, Tensor::zeros(shape, dtype, device)?];
+        Ok(KeyValueCache { keys, values, filled: 0, texts: BTreeMap::new() })
     }
 
     /// `blocks` blocks of `block_tokens` tokens, of any sequences.
@@ -186,7 +190,23 @@ impl KeyValueCache {
 
     /// What a layer in linear time keeps of its texts: the inputs of the last few tokens, and a memory.
     pub(crate) fn of_memory(before: Tensor, memory: Tensor) -> KeyValueCache {
-        KeyValueCache { keys: before, values: memory, filled: 0 }
+        KeyValueCache { keys: before, values: memory, filled: 0, texts: BTreeMap::new() }
+    }
+
+    /// Of a layer in linear time for passes over pages: nothing of any text yet.
+    pub fn of_texts(device: &Device) -> Result<KeyValueCache> {
+        let nothing = Tensor::zeros([1, 1], DType::F32, device)?;
+        Ok(KeyValueCache::of_memory(nothing.clone(), nothing))
+    }
+
+    /// What is kept of the text with this first block.
+    pub(crate) fn text(&self, first_block: u32) -> Option<&[Tensor; 2]> {
+        self.texts.get(&first_block)
+    }
+
+    /// Keeps that from now on.
+    pub(crate) fn remember_text(&mut self, first_block: u32, kept: [Tensor; 2]) {
+        self.texts.insert(first_block, kept);
     }
 
     /// Both.
@@ -196,7 +216,8 @@ impl KeyValueCache {
 
     /// What is kept after `tokens` more.
     pub(crate) fn remember(&mut self, before: Tensor, memory: Tensor, tokens: usize) {
-        *self = KeyValueCache { keys: before, values: memory, filled: self.filled + tokens };
+        (self.keys, self.values) = (before, memory);
+        self.filled += tokens;
     }
 
     /// Where it lies.
@@ -265,6 +286,13 @@ impl AttentionState {
     /// How many tokens are cached.
     pub fn len(&self) -> usize {
         self.layers.first().map_or(0, |layer| layer.filled)
+    }
+
+    /// Forgets what layers in linear time keep of texts with other first blocks than these.
+    pub fn keep_texts(&mut self, first_blocks: &BTreeSet<u32>) {
+        for layer in &mut self.layers {
+            layer.texts.retain(|block, _| first_blocks.contains(block));
+        }
     }
 
     /// Counts tokens that passes with a [`Visibility::place`] have cached.

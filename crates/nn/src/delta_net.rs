@@ -10,10 +10,13 @@
 //!
 //! Legend: b sequences, t tokens, n chunks, c tokens of a chunk, h value heads, k and v channels of a key and of a value.
 
+use std::collections::BTreeMap;
+
 use ferrospeed_tensor::autograd;
 use ferrospeed_tensor::ops::{self, WeightLayout};
 use ferrospeed_tensor::{
-    Activation, DType, Device, Initializer, Operand, Param, Result, Tensor, TensorError,
+    Activation, DType, Device, Initializer, Operand, PagedRows, PagedSequence, Param, Result, Tensor,
+    TensorError,
 };
 
 use crate::attention::KeyValueCache;
@@ -148,9 +151,7 @@ impl GatedDeltaNet {
 
     /// An empty memory of `batch` texts.
     pub fn new_state(&self, batch: usize, dtype: DType, device: &Device) -> Result<KeyValueCache> {
-        let DeltaNetConfig { kernel, value_heads, key_dim, value_dim, .. } = self.config;
-        let before = Tensor::zeros([batch, kernel - 1, self.config.convolved()], dtype, device)?;
-        let memory = Tensor::zeros([batch * value_heads, key_dim, value_dim], DType::F32, device)?;
+        let [before, memory] = self.nothing(batch, dtype, device)?;
         Ok(KeyValueCache::of_memory(before, memory))
     }
 
@@ -170,32 +171,105 @@ impl GatedDeltaNet {
             }
             None => x.clone(),
         };
-        let Made { qkv, z, b, a } = self.made(&x)?;
-        let DeltaNetConfig { kernel, value_heads, key_dim, value_dim, .. } = self.config;
-        let before = match &state {
-            Some(state) => state.memory()[0].clone(),
-            None => Tensor::zeros([batch, kernel - 1, self.config.convolved()], x.dtype(), x.device())?,
+        let made = self.made(&x)?;
+        let kept = match &state {
+            Some(state) => state.memory().map(Tensor::clone),
+            None => self.nothing(batch, x.dtype(), x.device())?,
         };
-        let all = ops::concat(&[before, qkv], 1)?;
+        let (out, [before, memory]) = self.recall(&made, kept)?;
+        if let Some(state) = state {
+            state.remember(before, memory, tokens);
+        }
+        self.finish(&out, &made.z, x.dtype())
+    }
+
+    /// The same for the rows `x [1, rows, width]` of a pass over pages: each text goes on with what `texts` keeps of it. Texts of as
+    /// many rows go together.
+    pub fn forward_pages(&self, x: &Tensor, rows: &PagedRows, texts: &mut KeyValueCache) -> Result<Tensor> {
+        let made = self.made(x)?;
+        let mut by_count: BTreeMap<usize, Vec<(usize, &PagedSequence)>> = BTreeMap::new();
+        let mut row = 0;
+        for text in &rows.sequences {
+            by_count.entry(text.count).or_default().push((row, text));
+            row += text.count;
+        }
+        let heads = self.config.value_heads;
+        let mut outs = BTreeMap::new();
+        for (count, group) in by_count {
+            let own = |x: &Tensor| -> Result<Tensor> {
+                let each = group.iter().map(|(row, _)| ops::narrow(x, 1, *row, count));
+                ops::concat(&each.collect::<Result<Vec<_>>>()?, 0)
+            };
+            let made = Made { qkv: own(&made.qkv)?, z: own(&made.z)?, b: own(&made.b)?, a: own(&made.a)? };
+            let (mut befores, mut memories) = (Vec::new(), Vec::new());
+            for (_, text) in &group {
+                let kept =
+                    text.blocks.first().and_then(|block| texts.text(*block)).filter(|_| text.first > 0);
+                let [before, memory] = match kept {
+                    Some(kept) => kept.clone(),
+                    None if text.first == 0 => self.nothing(1, x.dtype(), x.device())?,
+                    None => {
+                        let what =
+                            format!("nothing is kept of a text that goes on at its token {}", text.first);
+                        return Err(TensorError::BadArgument { op: "gated delta rule", what });
+                    }
+                };
+                befores.push(before);
+                memories.push(memory);
+            }
+            let kept = [ops::concat(&befores, 0)?, ops::concat(&memories, 0)?];
+            let (out, [before, memory]) = self.recall(&made, kept)?;
+            for (index, (row, text)) in group.iter().enumerate() {
+                outs.insert(*row, ops::narrow(&out, 0, index, 1)?);
+                let kept =
+                    [ops::narrow(&before, 0, index, 1)?, ops::narrow(&memory, 0, index * heads, heads)?];
+                if let Some(&block) = text.blocks.first() {
+                    texts.remember_text(block, kept);
+                }
+            }
+        }
+        let out = ops::concat(&outs.into_values().collect::<Vec<_>>(), 1)?;
+        self.finish(&out, &made.z, x.dtype())
+    }
+
+    /// Bytes that are kept of a text.
+    pub fn text_bytes(&self, dtype: DType) -> usize {
+        let DeltaNetConfig { kernel, value_heads, key_dim, value_dim, .. } = self.config;
+        (kernel - 1) * self.config.convolved() * dtype.size_bytes()
+            + value_heads * key_dim * value_dim * DType::F32.size_bytes()
+    }
+
+    /// What is kept of `batch` texts before they begin.
+    fn nothing(&self, batch: usize, dtype: DType, device: &Device) -> Result<[Tensor; 2]> {
+        let DeltaNetConfig { kernel, value_heads, key_dim, value_dim, .. } = self.config;
+        Ok([
+            Tensor::zeros([batch, kernel - 1, self.config.convolved()], dtype, device)?,
+            Tensor::zeros([batch * value_heads, key_dim, value_dim], DType::F32, device)?,
+        ])
+    }
+
+    /// What tokens recall, `[b, t, h, v]`, and what is kept behind them.
+    fn recall(&self, made: &Made, [before, memory]: [Tensor; 2]) -> Result<(Tensor, [Tensor; 2])> {
+        let (batch, tokens) = (made.qkv.sizes()[0], made.qkv.sizes()[1]);
+        let DeltaNetConfig { kernel, value_heads, value_dim, .. } = self.config;
+        let all = ops::concat(&[before, made.qkv.clone()], 1)?;
         let mixed = self.convolve(&all, tokens)?;
         let [q, k, v] = self.heads(&mixed, batch, tokens)?;
-        let g = self.log_decay(&a)?;
-        let beta = ops::sigmoid(&ops::cast(&b, DType::F32)?)?;
-        let memory = match &state {
-            Some(state) => state.memory()[1].clone(),
-            None => Tensor::zeros([batch * value_heads, key_dim, value_dim], DType::F32, x.device())?,
-        };
+        let g = self.log_decay(&made.a)?;
+        let beta = ops::sigmoid(&ops::cast(&made.b, DType::F32)?)?;
         let (out, memory) = delta_rule([&q, &k, &v], &g, &beta, memory)?;
-        if let Some(state) = state {
-            state.remember(ops::narrow(&all, 1, tokens, kernel - 1)?, memory, tokens);
-        }
         let out = ops::permute(&ops::reshape(&out, [batch, value_heads, tokens, value_dim])?, &[0, 2, 1, 3])?;
-        let normed = ops::rms_norm(&out, None, self.config.eps)?;
-        let normed = ops::cast(&normed, x.dtype())?;
+        Ok((out, [ops::narrow(&all, 1, tokens, kernel - 1)?, memory]))
+    }
+
+    /// The layer's result of what was recalled and its gate `z`.
+    fn finish(&self, out: &Tensor, z: &Tensor, dtype: DType) -> Result<Tensor> {
+        let [batch, tokens] = [out.sizes()[0], out.sizes()[1]];
+        let normed = ops::cast(&ops::rms_norm(out, None, self.config.eps)?, dtype)?;
         let weighted = ops::cast(&ops::mul(&normed, &self.norm)?, DType::F32)?;
-        let gated = ops::mul(&weighted, &ops::silu(&ops::cast(&z, DType::F32)?)?)?;
-        let gated = ops::reshape(&ops::cast(&gated, x.dtype())?, [batch, tokens, value_heads * value_dim])?;
-        self.output.forward(&gated)
+        let gated = ops::mul(&weighted, &ops::silu(&ops::cast(z, DType::F32)?)?)?;
+        let width = self.config.values_width();
+        self.output.forward(&ops::reshape(&ops::cast(&gated, dtype)?, [batch, tokens, width])?)
     }
 
     fn made(&self, x: &Tensor) -> Result<Made> {

@@ -88,7 +88,11 @@ impl Engine {
         draft: Option<Draft>,
     ) -> std::io::Result<Engine> {
         let limits = Limits { sequence_tokens: limits.sequence_tokens.min(facts.longest), ..limits };
-        let scheduler = Scheduler::new(limits, blocks);
+        if runner.keeps_texts() && (speculation != Speculation::Off || draft.is_some()) {
+            let why = "a model with layers in linear time cannot take back a token that was guessed; serve it without --speculate";
+            return Err(std::io::Error::new(std::io::ErrorKind::Unsupported, why));
+        }
+        let scheduler = runner.scheduler(limits, blocks);
         let limits = scheduler.limits();
         let metrics = Arc::new(Metrics::default());
         metrics.blocks.store(u64::from(blocks), Relaxed);

@@ -16,7 +16,7 @@ use ferrospeed_models::Decoder;
 use ferrospeed_zero::ZeroStore;
 
 use crate::core::pool::BLOCK_TOKENS;
-use crate::core::schedule::{Limits, Scheduler, SequenceId};
+use crate::core::schedule::{Limits, SequenceId};
 use crate::inference::engine::GenerateCall;
 use crate::inference::{InferenceError, Result};
 use crate::runner::{Runner, Said, Wish};
@@ -183,7 +183,7 @@ impl HybridEngine {
             sequence_tokens: self.options.max_out_tokens,
         };
         // What blocks held at the last call are keys of other weights: a new scheduler knows nothing of them.
-        let mut scheduler = Scheduler::new(limits, self.blocks(prompts.len().clamp(1, RUNNING)));
+        let mut scheduler = runner.scheduler(limits, self.blocks(prompts.len().clamp(1, RUNNING)));
         let mut places: BTreeMap<SequenceId, usize> = BTreeMap::new();
         for (place, prompt) in prompts.iter().enumerate() {
             let ids = scheduler.submit(prompt, call.max_new_tokens, 1);

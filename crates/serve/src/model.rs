@@ -35,6 +35,8 @@ pub struct ModelFacts {
     pub vocabulary: usize,
     /// Tokens that a text may have, prompt and answer together.
     pub longest: usize,
+    /// Bytes that are kept of a text that runs, beside the cache.
+    pub text_bytes: usize,
 }
 
 impl ModelFacts {
@@ -61,7 +63,11 @@ impl ModelFacts {
                 "eos_token_id names the token {token}, and the model has {model}: no answer will end with it"
             )
         });
-        unread.into_iter().chain(unended).collect()
+        let kept = (self.text_bytes > 0).then(|| {
+            let mib = self.text_bytes.div_ceil(1 << 20);
+            format!("each text that runs takes {mib} MiB beside the cache (--max-running bounds them)")
+        });
+        unread.into_iter().chain(unended).chain(kept).collect()
     }
 }
 
@@ -181,6 +187,10 @@ pub fn open(path: &Path, options: &OpenOptions, device: &Device) -> Result<(Arc<
         None => Decoder::new(*config),
     };
     files.weights().check(model.parameters().as_slice())?;
+    if options.ranks.is_some() && model.page_bytes_per_text() > 0 {
+        let why = "a model with layers in linear time is served by one process: what they keep of texts is not told to others";
+        return Err(ServeError::Together(why.into()));
+    }
     let dtype = options.dtype.as_deref().and_then(dtype_of_name).unwrap_or(files.dtype());
     let store = attach(&model, &files, dtype, device, options)?;
     let block_bytes = (model.page_bytes_per_token() * BLOCK_TOKENS) as u64;
@@ -207,6 +217,7 @@ pub fn open(path: &Path, options: &OpenOptions, device: &Device) -> Result<(Arc<
         end_tokens: ends,
         vocabulary: model.config().vocab,
         longest: model.longest_paged(),
+        text_bytes: model.page_bytes_per_text(),
         codec,
     };
     let ranks = options.ranks.as_ref().map(|(group, _)| group);

@@ -9,7 +9,7 @@ use ferrospeed_tensor::{DType, Device, PagedRows, PagedSequence, Tensor, ops};
 use ferrospeed_zero::{Pass as Reads, ZeroStore};
 
 use crate::core::pool::BLOCK_TOKENS;
-use crate::core::schedule::{Scheduler, Share};
+use crate::core::schedule::{Limits, Scheduler, Share};
 use crate::error::Result;
 use crate::known::Known;
 use crate::paired::Likelihoods;
@@ -118,6 +118,18 @@ impl Runner {
         }
     }
 
+    /// Whether something is kept of texts beside their blocks: then no text begins with what another has computed, and none takes
+    /// back what it has.
+    pub fn keeps_texts(&self) -> bool {
+        self.model.page_bytes_per_text() > 0
+    }
+
+    /// Who plans passes of this model.
+    pub fn scheduler(&self, limits: Limits, blocks: u32) -> Scheduler {
+        let scheduler = Scheduler::new(limits, blocks);
+        if self.keeps_texts() { scheduler.without_sharing() } else { scheduler }
+    }
+
     /// Computes a plan. `wish` says of a share what it wants; of one that does not choose, only known tokens are given. `meanwhile` is called once, while a device computes.
     pub fn pass(
         &mut self,
@@ -126,6 +138,9 @@ impl Runner {
         wish: impl Fn(&Share) -> Wish,
         meanwhile: impl FnOnce(),
     ) -> Result<PassResult> {
+        if self.keeps_texts() {
+            self.state.keep_texts(&scheduler.first_blocks());
+        }
         let mut meanwhile = Some(meanwhile);
         let mut meanwhile = || meanwhile.take().into_iter().for_each(|work| work());
         let (mut rows, mut ids) = (PagedRows::default(), Vec::new());

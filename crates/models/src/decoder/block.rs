@@ -325,7 +325,10 @@ impl Block {
         let attend = |x: &Tensor, cache: Option<&mut KeyValueCache>| -> Result<Tensor> {
             let attended = match &self.mixer {
                 Mixer::Attention(attention) => attention.forward(x, visibility, cache, mode)?,
-                Mixer::Linear(linear) => linear.forward(x, visibility.key_mask.as_ref(), cache)?,
+                Mixer::Linear(linear) => match (&visibility.pages, cache) {
+                    (Some(pages), Some(texts)) => linear.forward_pages(x, &pages.rows, texts)?,
+                    (_, cache) => linear.forward(x, visibility.key_mask.as_ref(), cache)?,
+                },
             };
             self.scaled(visibility.dropout(mode, &attended, self.residual_dropout)?)
         };

@@ -67,6 +67,8 @@ impl PageSteps {
         // What other ranks hold, slices or experts, has no value that stays here.
         let can = !backend.is_host()
             && model.slices.is_none()
+            // What is kept of texts lies elsewhere after each pass.
+            && model.page_bytes_per_text() == 0
             && backend.reads_pages(model.dtype(), model.config.head_dim)
             && model.parameters().as_slice().iter().all(Param::value_stays);
         if !can {

@@ -19,17 +19,9 @@ use crate::error::{ModelError, Result};
 impl Decoder {
     /// An empty cache of `blocks` blocks of `block_tokens` tokens.
     pub fn new_pages(&self, blocks: usize, block_tokens: usize, device: &Device) -> Result<AttentionState> {
-        if self.config.linear.is_some() {
-            let why = format!(
-                "a {} keeps a memory of each text in layers of linear time, which pages do not hold yet; write with `generate`, \
-                 one batch at a time",
-                self.config.model_type
-            );
-            return Err(ModelError::config("model_type", why));
-        }
-        let layer = |block: &Block| {
-            let config = block.attention_config()?;
-            Some(KeyValueCache::paged(blocks, block_tokens, config, self.dtype(), device))
+        let layer = |block: &Block| match (block.linear(), block.attention_config()) {
+            (Some(_), _) => Some(KeyValueCache::of_texts(device)),
+            (None, config) => Some(KeyValueCache::paged(blocks, block_tokens, config?, self.dtype(), device)),
         };
         Ok(AttentionState { layers: self.blocks.iter().filter_map(layer).collect::<Result<_, _>>()? })
     }
@@ -52,6 +44,12 @@ impl Decoder {
     pub fn page_bytes_per_token(&self) -> usize {
         let of_block = |block: &Block| block.attention_config().map_or(0, |own| own.kv_heads * own.head_dim);
         2 * self.blocks.iter().map(of_block).sum::<usize>() * self.dtype().size_bytes()
+    }
+
+    /// Bytes that layers in linear time keep of a text beside the cache, however long it is; nothing where all layers attend.
+    pub fn page_bytes_per_text(&self) -> usize {
+        let linear = self.blocks.iter().filter_map(Block::linear);
+        linear.map(|linear| linear.text_bytes(self.dtype())).sum()
     }
 
     /// How many of this rank's heads read the same keys.

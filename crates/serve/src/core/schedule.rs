@@ -142,6 +142,8 @@ pub struct Scheduler {
     waiting: BTreeSet<SequenceId>,
     next: u64,
     counters: Counters,
+    /// Whether a sequence begins with what another has computed.
+    shares: bool,
 }
 
 impl Scheduler {
@@ -161,7 +163,20 @@ impl Scheduler {
             waiting: BTreeSet::new(),
             next: 0,
             counters: Counters::default(),
+            shares: true,
         }
+    }
+
+    /// The same where every sequence computes all of its tokens: what is kept of a text is more than its blocks hold.
+    #[must_use]
+    pub fn without_sharing(self) -> Scheduler {
+        Scheduler { shares: false, ..self }
+    }
+
+    /// The first blocks of all sequences that hold some.
+    pub fn first_blocks(&self) -> BTreeSet<u32> {
+        let held = self.running.iter().filter_map(|id| self.sequences.get(id)?.blocks.first());
+        held.map(|block| block.0).collect()
     }
 
     /// What bounds it; a sequence never has more tokens than the pool.
@@ -332,7 +347,8 @@ impl Scheduler {
     fn admit(&mut self, id: SequenceId, room: usize) -> Option<usize> {
         let sequence = self.sequences.get_mut(&id)?;
         // At least one token is computed: nothing else says what comes next.
-        let sharable = (sequence.tokens.len() - 1).min(sequence.own_from) / BLOCK_TOKENS;
+        let most = if self.shares { sequence.own_from } else { 0 };
+        let sharable = (sequence.tokens.len() - 1).min(most) / BLOCK_TOKENS;
         let mut found = 0;
         let mut taken = 0;
         while found < sharable {

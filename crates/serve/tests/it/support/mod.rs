@@ -40,6 +40,27 @@ pub(crate) fn families() -> Vec<Value> {
     ]
 }
 
+/// Models with layers in linear time, which keep something of every text.
+pub(crate) fn linear_families() -> Vec<Value> {
+    let shared = |more: Value| {
+        let mut config = json!({
+            "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 8, "max_position_embeddings": 4096, "initializer_range": 0.3, "linear_conv_kernel_dim": 3,
+            "linear_key_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        });
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        config
+    };
+    vec![
+        shared(json!({"model_type": "qwen3_5_text", "intermediate_size": 48})),
+        shared(
+            json!({"model_type": "qwen3_next", "intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2,
+                      "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}),
+        ),
+    ]
+}
+
 /// A directory with a model of 256 tokens, which reads bytes.
 pub(crate) fn model(config: &Value) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
