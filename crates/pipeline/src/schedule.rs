@@ -208,10 +208,12 @@ impl Schedule {
             Kind::ZeroBubbleV => 2,
             _ => 1,
         };
-        let items = stages.checked_mul(chunks).and_then(|all| all.checked_mul(micro_batches));
+        // Micro-batches go through all chunks; while the first are on their way the last stages wait, a step for each.
+        let items =
+            stages.checked_mul(chunks).and_then(|all| all.checked_mul(micro_batches.checked_add(all)?));
         if items.is_none_or(|items| items > MAX_ITEMS) {
             return refuse(format!(
-                "{stages} stages × {chunks} chunks × {micro_batches} micro-batches are more than {MAX_ITEMS}"
+                "{stages} stages × {chunks} chunks × ({micro_batches} micro-batches and as many steps as there are chunks) are more than {MAX_ITEMS}"
             ));
         }
         match kind {

@@ -9,12 +9,18 @@ use axum::extract::{FromRequest, Request};
 use axum::http::StatusCode;
 use ferrospeed_models::json;
 use serde_json::{Map, Value};
+use tokio::sync::Semaphore;
 
 use super::fault::Fault;
 use super::room::Place;
 
 /// Time for a client to send its body.
 const BODY_TIME: Duration = Duration::from_secs(30);
+
+/// A body of so many bytes is read at once.
+const SMALL_BODY: usize = 1 << 16;
+/// Turns of those that are larger.
+static LARGE_BODIES: Semaphore = Semaphore::const_new(2);
 
 /// Every whole number below it is exact in an f64.
 const EXACT: f64 = (1u64 << 53) as f64;
@@ -38,7 +44,13 @@ impl<S: Send + Sync> FromRequest<S> for Fields {
         if let Some(place) = place {
             place.arrived();
         }
-        Fields::parse(&bytes)
+        if bytes.len() <= SMALL_BODY {
+            return Fields::parse(&bytes);
+        }
+        // A large one takes seconds and many times its size: a few at a time, beside those who talk to clients.
+        let _turn = LARGE_BODIES.acquire().await;
+        let parsed = tokio::task::spawn_blocking(move || Fields::parse(&bytes)).await;
+        parsed.unwrap_or_else(|_| Err(Fault::new(StatusCode::BAD_REQUEST, "the body cannot be read")))
     }
 }
 

@@ -19,9 +19,15 @@ use crate::template::marks::Marks;
 
 mod functions;
 mod marks;
+mod widths;
 
 /// Templates are some thousands of characters long.
-const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
+const MAX_TEMPLATE_BYTES: u64 = 1 << 18;
+/// A template may be one expression of as many terms as it has bytes, which is read to its end before it is known: on a stack that is
+/// taken as far as it is used.
+const STACK_BYTES: usize = 1 << 30;
+/// Some tables of tokens are in the same file.
+const MAX_CONFIG_BYTES: u64 = 1 << 26;
 /// Steps that rendering may take: far more than a conversation that fits a model needs.
 const FUEL: u64 = 5_000_000;
 /// Bytes that it may write: far more than the longest text of any model. What it builds on the way, in variables, is not counted.
@@ -57,7 +63,7 @@ impl ChatTemplate {
             if !path.exists() {
                 return Ok(None);
             }
-            let text = ferrospeed_files::read(path, MAX_TEMPLATE_BYTES * 64)
+            let text = ferrospeed_files::read(path, MAX_CONFIG_BYTES)
                 .map_err(|error| bad(path, error.to_string()))
                 .and_then(|bytes| String::from_utf8(bytes).map_err(|error| bad(path, error.to_string())))?;
             Ok(Some(text))
@@ -85,7 +91,7 @@ impl ChatTemplate {
             None => return Err(TextError::NoSuchTemplate { name: name.to_owned() }),
         };
         let config = directory.map(|directory| directory.join("tokenizer_config.json"));
-        let said = config.and_then(|config| ferrospeed_files::read(&config, MAX_TEMPLATE_BYTES * 64).ok());
+        let said = config.and_then(|config| ferrospeed_files::read(&config, MAX_CONFIG_BYTES).ok());
         let said = said.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
         ChatTemplate::checked(path, Some(source), &said)
     }
@@ -116,7 +122,7 @@ impl ChatTemplate {
         environment.set_lstrip_blocks(true);
         environment.set_fuel(Some(FUEL));
         environment.set_recursion_limit(100);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        widths::bound(&mut environment);
         environment.add_function("raise_exception", |text: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, text))
         });
@@ -125,7 +131,7 @@ impl ChatTemplate {
         let written = source.as_deref().unwrap_or(PLAIN);
         let readable = marks::readable(written);
         let marks_generation = readable != written;
-        environment.add_template_owned("chat", readable)?;
+        read_deep(&mut environment, readable)?;
         Ok(ChatTemplate { environment, tokens, source, marks_generation })
     }
 
@@ -269,6 +275,18 @@ impl std::io::Write for Bounded {
     }
 }
 
+/// Reads a template on a stack of its own.
+fn read_deep(environment: &mut Environment<'static>, source: String) -> Result<(), Error> {
+    let read = || environment.add_template_owned("chat", source);
+    std::thread::scope(|scope| {
+        let reader = std::thread::Builder::new().name("template".into()).stack_size(STACK_BYTES);
+        let reader = reader.spawn_scoped(scope, read).map_err(|error| {
+            Error::new(ErrorKind::InvalidOperation, format!("no thread to read the template: {error}"))
+        })?;
+        reader.join().unwrap_or_else(|_| Err(Error::new(ErrorKind::InvalidOperation, "it cannot be read")))
+    })
+}
+
 fn bad(file: &Path, why: String) -> TextError {
     TextError::bad_file(file, why)
 }
@@ -336,6 +354,31 @@ mod tests {
         let refused = render(source, &[("user", &content)]).unwrap_err();
         assert_eq!(refused, "chat template: it writes more than 67108864 bytes");
         assert_eq!(render("{{ messages[0].content }}", &[("user", &content)]).unwrap(), content);
+    }
+
+    #[test]
+    fn a_template_that_asks_for_wide_fields_is_stopped_and_narrow_ones_are_written() {
+        for wide in [
+            "{{ 'x'|indent(99999999999) }}",
+            "{{ 'x'|indent(width=99999999999) }}",
+            "{{ 'x'|indent(99999999999999999999999999) }}",
+            "{{ '{:>9999999999}'.format(1) }}",
+            "{{ '%9999999999d'|format(1) }}",
+            "{{ '%*d'|format(9999999999, 1) }}",
+        ] {
+            let refused = render(wide, &[]).expect_err(wide);
+            assert!(refused.contains("columns"), "{wide}: {refused}");
+        }
+        assert_eq!(render("{{ 'a\nb'|indent(2) }}|{{ '{:>3}'.format(1) }}", &[]).unwrap(), "a\n  b|  1");
+        assert_eq!(render("{{ 'a\nb'|indent(width=1, first=true) }}", &[]).unwrap(), " a\n b");
+    }
+
+    #[test]
+    fn a_template_of_one_long_expression_is_read() {
+        let long = format!("{{{{ {}1 }}}}", "1+".repeat(60_000));
+        assert_eq!(render(&long, &[]).unwrap(), "60001");
+        let nots = format!("{{{{ {}true }}}}", "not ".repeat(50_000));
+        assert!(render(&nots, &[]).is_ok() || render(&nots, &[]).unwrap_err().contains("template"));
     }
 
     #[test]
