@@ -198,6 +198,16 @@ pub enum LaunchError {
         reason: String,
     },
 
+    /// An agent found no coordinator that knows its job.
+    #[error(
+        "the job at {meet} does not take this node in: {reason}; the address is the one that `ferrospeed launch` prints, and the token its job's"
+    )]
+    Coordinator {
+        /// Where it was looked for.
+        meet: String,
+        /// What went wrong.
+        reason: String,
+    },
     /// A program could not be started.
     #[error("rank {rank}: cannot start {program:?}: {source}")]
     Spawn {

@@ -6,6 +6,8 @@
 //!   anything; [`node::NodeLaunch`] does the same for the ranks of one host.
 //! - **Running**: [`LocalJob`] and [`run::run_node`] start real processes and supervise them.
 //!
+//! - **Going on**: [`elastic`] runs a job in rounds, with a coordinator and an agent per node, while nodes leave and come.
+//!
 //! The invariant: children never outlive the launcher, whichever way it ends.
 //!
 //! ```no_run
@@ -23,6 +25,7 @@
 
 pub mod bounded;
 pub mod cores;
+pub mod elastic;
 mod error;
 pub mod exports;
 pub mod filter;

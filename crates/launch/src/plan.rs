@@ -90,30 +90,8 @@ pub enum Action {
 pub fn plan(options: &LaunchOptions, world: &dyn Surroundings) -> Result<LaunchPlan, LaunchError> {
     let backend = Backend::parse(&options.backend)?;
     check_options(options)?;
-    let mut notes = Vec::new();
-    let mut environment = world.environment();
-    let mut environment_removed = Vec::new();
-
-    let listed = world.hostfile(&options.hostfile)?.map(|text| hostfile::parse(&text)).transpose()?;
-    if listed.is_none() && options.hostfile != DEFAULT_HOSTFILE {
-        notes.push(format!("there is no hostfile at {}: the job runs on this host alone", options.hostfile));
-    }
-    let visible = match &listed {
-        Some(_) => VisibleDevices::Unset,
-        None => take_visible_devices(options, &mut environment, &mut environment_removed, &mut notes),
-    };
-    let filtered = !options.include.is_empty() || !options.exclude.is_empty();
-    if filtered && (options.num_nodes.is_some() || options.ranks_per_node.is_some()) {
-        return Err(LaunchError::Usage(
-            "--num_nodes and --num_gpus cannot be combined with --include or --exclude; keep one pair"
-                .to_owned(),
-        ));
-    }
-    let has_hostfile = listed.is_some();
-    let (pool, include, device_names) = resolve_pool(options, world, listed, visible)?;
-    let active = filter::apply(&pool, &include, &options.exclude)?;
-    let active = limit(options, active)?;
-
+    let Resolved { pool, active, has_hostfile, device_names, environment, environment_removed, notes } =
+        resolve(options, world)?;
     let first_host = active.keys().next().ok_or(LaunchError::NothingLeft)?.clone();
     let here =
         !options.force_multi && active.len() == 1 && (!has_hostfile || world.is_this_host(&first_host));
@@ -165,6 +143,46 @@ pub fn plan(options: &LaunchOptions, world: &dyn Surroundings) -> Result<LaunchP
         complaint: built.complaint,
         notes,
     })
+}
+
+/// Hosts and slots that are to take part.
+pub(crate) struct Resolved {
+    /// Every host of the hostfile.
+    pub(crate) pool: HostPool,
+    /// Those that take part.
+    pub(crate) active: ActiveSlots,
+    pub(crate) has_hostfile: bool,
+    pub(crate) device_names: Option<Vec<String>>,
+    pub(crate) environment: Environment,
+    pub(crate) environment_removed: Vec<String>,
+    pub(crate) notes: Vec<String>,
+}
+
+/// Finds them.
+pub(crate) fn resolve(options: &LaunchOptions, world: &dyn Surroundings) -> Result<Resolved, LaunchError> {
+    let mut notes = Vec::new();
+    let mut environment = world.environment();
+    let mut environment_removed = Vec::new();
+
+    let listed = world.hostfile(&options.hostfile)?.map(|text| hostfile::parse(&text)).transpose()?;
+    if listed.is_none() && options.hostfile != DEFAULT_HOSTFILE {
+        notes.push(format!("there is no hostfile at {}: the job runs on this host alone", options.hostfile));
+    }
+    let visible = match &listed {
+        Some(_) => VisibleDevices::Unset,
+        None => take_visible_devices(options, &mut environment, &mut environment_removed, &mut notes),
+    };
+    let filtered = !options.include.is_empty() || !options.exclude.is_empty();
+    if filtered && (options.num_nodes.is_some() || options.ranks_per_node.is_some()) {
+        return Err(LaunchError::Usage(
+            "--num_nodes and --num_gpus cannot be combined with --include or --exclude; keep one pair"
+                .to_owned(),
+        ));
+    }
+    let has_hostfile = listed.is_some();
+    let (pool, include, device_names) = resolve_pool(options, world, listed, visible)?;
+    let active = limit(options, filter::apply(&pool, &include, &options.exclude)?)?;
+    Ok(Resolved { pool, active, has_hostfile, device_names, environment, environment_removed, notes })
 }
 
 fn check_options(options: &LaunchOptions) -> Result<(), LaunchError> {
@@ -286,7 +304,7 @@ fn limit(options: &LaunchOptions, mut active: ActiveSlots) -> Result<ActiveSlots
     Ok(active)
 }
 
-fn node_launch(
+pub(crate) fn node_launch(
     options: &LaunchOptions,
     world: &dyn Surroundings,
     active: ActiveSlots,
@@ -318,7 +336,10 @@ fn node_launch(
 }
 
 /// The variables of `--env_file`.
-fn named_variables(options: &LaunchOptions, world: &dyn Surroundings) -> Result<Environment, LaunchError> {
+pub(crate) fn named_variables(
+    options: &LaunchOptions,
+    world: &dyn Surroundings,
+) -> Result<Environment, LaunchError> {
     let mut variables = Environment::new();
     if let Some(path) = &options.env_file {
         exports::add_env_file(&mut variables, path, &world.named_env_file(path)?)?;

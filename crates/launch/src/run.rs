@@ -12,7 +12,7 @@ use crate::exports::Environment;
 use crate::node::{Machine, NodeLaunch, dlts_variables};
 use crate::plan::LaunchPlan;
 use crate::supervise::{
-    JobOutcome, OutputMode, ProcessSpec, ShownOutput, SignalHandling, Supervisor, SupervisorOptions,
+    JobOutcome, Orders, OutputMode, ProcessSpec, ShownOutput, SignalHandling, Supervisor, SupervisorOptions,
 };
 use crate::{cores, surroundings};
 
@@ -72,6 +72,7 @@ pub fn run_node(
         log_dir,
         interrupt_grace: options.interrupt_grace,
         signals: options.signals.clone(),
+        orders: Orders::default(),
     })?;
     let interrupted = |signal| JobOutcome::Interrupted { signal, agreed_code: None, all_well: false };
     if let Some(signal) = supervisor.pause(Duration::ZERO) {
@@ -125,6 +126,7 @@ pub fn run_backend(
         log_dir: None,
         interrupt_grace: options.interrupt_grace,
         signals: options.signals.clone(),
+        orders: Orders::default(),
     })?;
     let outcome = supervisor.run(&[ProcessSpec {
         label: label.to_owned(),
@@ -154,13 +156,13 @@ pub fn run_backend(
     Ok(outcome)
 }
 
-fn make_log_dir(folder: &Path) -> Result<PathBuf, LaunchError> {
+pub(crate) fn make_log_dir(folder: &Path) -> Result<PathBuf, LaunchError> {
     let refuse = |source| LaunchError::File { action: "create log folder", path: folder.to_owned(), source };
     ferrospeed_files::create_folder(folder).map_err(refuse)?;
     Ok(folder.to_owned())
 }
 
-fn log_name(started: &str, rank: u32, restart: u32) -> String {
+pub(crate) fn log_name(started: &str, rank: u32, restart: u32) -> String {
     match restart {
         0 => format!("{started}_rank{rank}.log"),
         _ => format!("{started}_rank{rank}_restart{restart}.log"),
@@ -168,7 +170,7 @@ fn log_name(started: &str, rank: u32, restart: u32) -> String {
 }
 
 /// `YYYYmmddHHMMSS` in UTC.
-fn timestamp(now: SystemTime) -> String {
+pub(crate) fn timestamp(now: SystemTime) -> String {
     let seconds = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let (days, second_of_day) = (seconds / 86_400, seconds % 86_400);
     // Counting years from March puts the leap day last: Hinnant, "chrono-compatible low-level date algorithms".

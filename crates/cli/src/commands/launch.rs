@@ -3,6 +3,7 @@
 //! Options have the names that DeepSpeed's launcher gives them. Unlike it, the program is an executable unless
 //! `--python` or `--module` says otherwise, and gets no argument that the user did not write.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -16,7 +17,7 @@ use ferrospeed_launch::supervise::{OutputMode, SignalHandling};
 use ferrospeed_launch::surroundings::{Contact, ThisHost};
 use ferrospeed_launch::{Interpreter, JobOutcome, LaunchOptions, RankFailure, node_count, shell};
 
-use super::old_recorders;
+use super::{launch_elastic, old_recorders};
 
 #[derive(Debug, Args)]
 pub(crate) struct LaunchArgs {
@@ -103,10 +104,12 @@ pub(crate) struct LaunchArgs {
     /// Restart all ranks when one fails
     #[arg(long = "elastic_training", alias = "elastic-training")]
     pub(super) elastic_training: bool,
-    /// The fewest hosts of an elastic job
+    /// The fewest hosts of an elastic job: with this or the next, it goes on with those that stay when some leave, and takes in
+    /// those that come
     #[arg(
         long = "min_elastic_nodes",
-        alias = "min-elastic-nodes",
+        visible_alias = "min_nodes",
+        aliases = ["min-elastic-nodes", "min-nodes"],
         value_name = "COUNT",
         allow_negative_numbers = true
     )]
@@ -114,7 +117,8 @@ pub(crate) struct LaunchArgs {
     /// The most hosts of an elastic job
     #[arg(
         long = "max_elastic_nodes",
-        alias = "max-elastic-nodes",
+        visible_alias = "max_nodes",
+        aliases = ["max-elastic-nodes", "max-nodes"],
         value_name = "COUNT",
         allow_negative_numbers = true
     )]
@@ -122,6 +126,16 @@ pub(crate) struct LaunchArgs {
     /// How many restarts an elastic job may use
     #[arg(long = "max_restarts", alias = "max-restarts", value_name = "COUNT", default_value_t = DEFAULT_MAX_RESTARTS)]
     pub(super) max_restarts: u32,
+    /// Seconds for which an elastic job waits for hosts when there are too few
+    #[arg(long = "wait_s", alias = "wait-s", value_name = "SECONDS", default_value_t = 600)]
+    pub(super) wait_s: u32,
+    /// Seconds after which an elastic job starts the agent of a lost host again; 0: never
+    #[arg(long = "retry_s", alias = "retry-s", value_name = "SECONDS", default_value_t = 60)]
+    pub(super) retry_s: u32,
+    /// The ds_config.json whose batch size says which numbers of ranks an elastic job may have [default: that of the recipe
+    /// that the program trains]
+    #[arg(long = "elastic_config", alias = "elastic-config", value_name = "FILE")]
+    pub(super) elastic_config: Option<PathBuf>,
     /// Give each rank its own share of the cores
     #[arg(long = "bind_cores_to_rank", alias = "bind-cores-to-rank")]
     pub(super) bind_cores_to_rank: bool,
@@ -242,6 +256,9 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
     let options = args.to_options()?;
     let contact = if args.dry_run { Contact::Never } else { Contact::Allowed };
     let this_host = ThisHost::new(contact)?;
+    if options.elastic && (options.min_elastic_nodes.is_some() || options.max_elastic_nodes.is_some()) {
+        return launch_elastic::run(args, &options, &this_host);
+    }
     let plan = plan(&options, &this_host)?;
     plan.notes.iter().for_each(|note| terminal::print_note(note));
     if args.dry_run {

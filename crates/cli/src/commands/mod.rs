@@ -1,6 +1,7 @@
 //! The commands, one module each, and the table that clap reads.
 
 mod adapter_inspect;
+mod agent;
 mod autotune;
 mod chat;
 mod checkpoint;
@@ -21,6 +22,7 @@ mod generate;
 pub(crate) mod grammar;
 mod init;
 mod launch;
+mod launch_elastic;
 mod model;
 mod model_convert;
 mod model_directory;
@@ -90,6 +92,8 @@ enum Command {
     Checkpoint(checkpoint::CheckpointArgs),
     /// Start a program on several ranks, on this host or on many, and stay with them
     Launch(Box<launch::LaunchArgs>),
+    /// Be a node of an elastic job: call its coordinator, and run the ranks of this host while it goes on
+    Agent(Box<agent::AgentArgs>),
     /// Check, show or document a ds_config.json
     Config(config::ConfigArgs),
     /// Make a recipe of another program's file: Axolotl's or accelerate's YAML
@@ -130,7 +134,8 @@ enum Command {
 pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
     check_threads()?;
     // Ranks, and who starts them, have logs of their own.
-    if !matches!(cli.command, Command::Train(_) | Command::Launch(_) | Command::NodeLaunch(_)) {
+    let starts_ranks = matches!(cli.command, Command::Launch(_) | Command::Agent(_) | Command::NodeLaunch(_));
+    if !starts_ranks && !matches!(cli.command, Command::Train(_)) {
         crate::progress::show_warnings();
     }
     match cli.command {
@@ -143,6 +148,7 @@ pub(crate) fn run(cli: Cli) -> Result<ExitCode, Failure> {
         Command::Model(args) => model_directory::run(&args),
         Command::Checkpoint(args) => checkpoint::run(&args),
         Command::Launch(args) => launch::run(&args),
+        Command::Agent(args) => agent::run(&args),
         Command::Config(args) => config::run(&args),
         Command::Data(args) => data::run(&args),
         Command::Init(args) => init::run(&args),

@@ -10,6 +10,7 @@ use ferrospeed_comm::World;
 use ferrospeed_comm::blame::follower_exit;
 use ferrospeed_command::terminal::{Paint, print_error, stdout_can_be_redrawn};
 use ferrospeed_command::{DeviceChoice, Failure, place};
+use ferrospeed_launch::elastic::ROUND_VARIABLE;
 use ferrospeed_launch::supervise::{OutputMode, SignalHandling, is_ignored};
 use ferrospeed_launch::{JobOutcome, LocalJob};
 use ferrospeed_train::{
@@ -29,7 +30,7 @@ use super::waiting::Waiting;
 use crate::progress::{TERMINAL, TrainProgress, WarningWriter};
 
 /// Arguments of `train`.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub(crate) struct TrainArgs {
     /// The recipe (TOML)
     recipe: PathBuf,
@@ -114,6 +115,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<ExitCode, Failure> {
     let mut recipe = args.load_recipe(&requests)?;
     let place = place::of_this_process()?;
     let folder = args.folder(&recipe);
+    let args = &args.in_its_round(&folder)?;
     let Some(place) = place else {
         let _made = FoldersToMake::of(&recipe);
         let (folder, _lock) = train_start::begin(args, &recipe, folder, &requests)?;
@@ -245,6 +247,23 @@ impl TrainArgs {
     fn ranks_asked_for(&self) -> u32 {
         // Experts are spread over ranks that see different samples, which there have to be.
         [self.pp, self.tp, self.sp, self.ep].into_iter().flatten().fold(1, u32::saturating_mul)
+    }
+
+    /// What they mean in a round of an elastic job: after the first, the run goes on from its own newest checkpoint.
+    fn in_its_round(&self, folder: &RunFolder) -> Result<TrainArgs, Failure> {
+        let round = std::env::var(ROUND_VARIABLE).ok().and_then(|round| round.parse::<u32>().ok());
+        let mut args = self.clone();
+        if round.is_some() && self.overwrite {
+            let why = "--overwrite: an elastic job begins its run more than once, and would remove what it has trained itself; remove the folder, or give another --out";
+            return Err(Failure::Usage(why.to_owned()));
+        }
+        let has_saved = std::fs::read_dir(folder.checkpoints()).is_ok_and(|mut found| found.next().is_some());
+        if round.is_some_and(|round| round > 0) && (self.resume.is_none() || has_saved) {
+            args.resume = Some("auto".to_owned());
+            // Where the run's own states are, none begin anew.
+            args.fresh_optimizer &= !has_saved;
+        }
+        Ok(args)
     }
 
     /// Where the run goes, as far as it is asked for: that of an earlier one it leaves alone later.

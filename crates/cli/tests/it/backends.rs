@@ -35,12 +35,12 @@ exec sh -c "$*"
 "#;
 
 /// A cluster that stops its hosts does so by their names, so each test that fails has names of its own.
-struct Cluster {
+pub(super) struct Cluster {
     folder: tempfile::TempDir,
 }
 
 impl Cluster {
-    fn new(hostfile: &str) -> Self {
+    pub(super) fn new(hostfile: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("hosts"), hostfile).unwrap();
         let cluster = Cluster { folder };
@@ -55,12 +55,12 @@ impl Cluster {
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
     }
 
-    fn path(&self) -> &Path {
+    pub(super) fn path(&self) -> &Path {
         self.folder.path()
     }
 
     /// `ferrospeed launch` on this cluster.
-    fn launch(&self, arguments: &[&str]) -> Command {
+    pub(super) fn launch(&self, arguments: &[&str]) -> Command {
         let mut command = support::binary();
         let inherited = std::env::var("PATH").unwrap_or_default();
         command

@@ -10,6 +10,7 @@ mod commands;
 mod conversations;
 mod curriculum;
 mod data;
+mod elastic;
 // Those of a library crate of its own, which would be one more executable.
 mod eval;
 #[path = "../../../evaluate/tests/it/main.rs"]

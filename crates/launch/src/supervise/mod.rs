@@ -13,6 +13,7 @@
 mod cage;
 mod guardian;
 mod marks;
+mod orders;
 mod orphans;
 mod outcome;
 mod output;
@@ -27,6 +28,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 pub use cage::can_cage;
+pub use orders::{Order, Orders};
 pub use outcome::{EXIT_AFTER_ANOTHER, Ended, JobOutcome, RankFailure};
 pub use process::{OutputMode, ProcessSpec, ShownOutput};
 pub use signals::is_ignored;
@@ -80,6 +82,8 @@ pub struct SupervisorOptions {
     pub interrupt_grace: Duration,
     /// Whether this process's signals are forwarded.
     pub signals: SignalHandling,
+    /// What other threads ask of the job.
+    pub orders: Orders,
 }
 
 /// Starts processes and stays with them.
@@ -105,6 +109,7 @@ enum Event {
 enum Cause {
     Failure { index: usize, ended: Ended },
     Signal(i32),
+    Order,
 }
 
 enum Phase {
@@ -144,7 +149,7 @@ impl Supervisor {
     pub fn pause(&self, duration: Duration) -> Option<i32> {
         let end = Instant::now() + duration;
         loop {
-            if let Some(signal) = self.signals.as_ref().and_then(SignalWatch::take)
+            if let Some(signal) = self.take_signal()
                 && signal != RELAYED as i32
             {
                 return Some(signal);
@@ -155,6 +160,13 @@ impl Supervisor {
             }
             std::thread::sleep(left.min(TICK));
         }
+    }
+
+    /// A signal that came since the last call.
+    fn take_signal(&self) -> Option<i32> {
+        let signal = self.signals.as_ref().and_then(SignalWatch::take)?;
+        self.options.orders.hear(signal);
+        Some(signal)
     }
 
     /// Runs processes until all are gone.
@@ -172,6 +184,7 @@ impl Supervisor {
         };
         Ok(match cause {
             Cause::Signal(signal) => JobOutcome::Interrupted { signal, agreed_code, all_well },
+            Cause::Order => JobOutcome::Interrupted { signal: libc::SIGTERM, agreed_code, all_well },
             Cause::Failure { index, ended } => JobOutcome::Failed(RankFailure {
                 who: specs[index].label.clone(),
                 rank: specs[index].rank,
@@ -205,7 +218,8 @@ impl Supervisor {
                 // Every waiter thread reports before it ends, so this is unreachable while processes live.
                 Err(RecvTimeoutError::Disconnected) => break,
             }
-            let mut signal = self.signals.as_ref().and_then(SignalWatch::take);
+            phase = self.obey(running, phase);
+            let mut signal = self.take_signal();
             if signal == Some(RELAYED as i32) {
                 running.signal_alive(|_| RELAYED as i32);
                 signal = None;
@@ -221,6 +235,10 @@ impl Supervisor {
                     running.signal_alive(|_| libc::SIGTERM);
                     Phase::Stopping { cause, kill_at: Instant::now() + FAILURE_GRACE }
                 }
+                // It asks for what was ordered already.
+                (Phase::Stopping { cause: Cause::Order, kill_at }, Some(signal)) => {
+                    Phase::Stopping { cause: Cause::Signal(signal), kill_at }
+                }
                 (Phase::Stopping { cause, kill_at }, signal)
                     if signal.is_some() || Instant::now() >= kill_at =>
                 {
@@ -231,6 +249,27 @@ impl Supervisor {
             };
         }
         phase
+    }
+}
+
+impl Supervisor {
+    /// Does what another thread has ordered, if anything.
+    fn obey(&self, running: &Running, phase: Phase) -> Phase {
+        let Some(order) = self.options.orders.take() else { return phase };
+        let grace = match order {
+            Order::Leave => self.options.interrupt_grace,
+            Order::End => FAILURE_GRACE,
+        };
+        match (phase, order) {
+            (Phase::Running, _) => {
+                running.signal_alive(|_| libc::SIGTERM);
+                Phase::Stopping { cause: Cause::Order, kill_at: Instant::now() + grace }
+            }
+            (Phase::Stopping { cause, kill_at }, Order::End) => {
+                Phase::Stopping { cause, kill_at: kill_at.min(Instant::now() + grace) }
+            }
+            (phase, _) => phase,
+        }
     }
 }
 

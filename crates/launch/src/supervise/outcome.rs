@@ -19,7 +19,7 @@ pub const EXIT_AFTER_ANOTHER: u8 = 76;
 
 impl Ended {
     /// Whether another process's end explains this one.
-    pub(super) fn is_followers(self) -> bool {
+    pub fn is_followers(self) -> bool {
         self == Ended::Code(EXIT_AFTER_ANOTHER.into())
     }
 
