@@ -348,9 +348,7 @@ class FerrospeedEngine(torch.nn.Module):
         for alias, name in self._named.aliases.items():
             if name in found:
                 found[alias] = found[name]
-        buffers = dict(self.module.named_buffers())
-        found.update((name, buffers[name]) for name in self.module.state_dict() if name in buffers)
-        return found
+        return found | self._buffers_of_module.now()
 
     def destroy(self) -> None:
         """Lets go of hooks; memory goes with the last reference."""

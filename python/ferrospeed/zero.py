@@ -76,28 +76,25 @@ class GatheredParameters(contextlib.AbstractContextManager):
         given = [params] if isinstance(params, torch.Tensor) else list(params)
         self._params = [param for param in given if OWNERS.find(param) is not None] if enabled else []
         self._modifier = modifier_rank
-        self._before: list[torch.Tensor] = []
 
     def __enter__(self) -> "GatheredParameters":
         for param in self._params:
             engine, index = owner_of(param, "GatheredParameters")
-            self._before.append(param.data)
             if self._modifier is None and engine.zero_optimization_stage() < 3:
                 continue
             # What is written must be written to memory of its own: the engine's may be all ranks' in common.
-            whole = from_dlpack(_ferrospeed.get_full(engine._core, index, "weight"))
-            param.data = whole.to(param.dtype) if self._modifier is None else whole
+            whole = from_dlpack(_ferrospeed.get_full(engine._core, index, "weight")).to(param.dtype)
+            engine._values.show(index, whole)
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         written = [param.data for param in self._params]
-        for param, before in zip(self._params, self._before):
-            param.data = before
-        self._before = []
+        shown = [owner_of(param, "GatheredParameters") for param in self._params]
+        for engine, index in shown:
+            engine._values.hide(index)
         if kind is not None or self._modifier is None:
             return
-        for param, value in zip(self._params, written):
-            engine, index = owner_of(param, "GatheredParameters")
+        for (engine, index), value in zip(shown, written):
             value = value.detach().to(torch.float32).contiguous()
             comm.broadcast(value, self._modifier)
             _ferrospeed.set_full(engine._core, index, "weight", value.data_ptr(), value.numel())

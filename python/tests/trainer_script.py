@@ -21,6 +21,8 @@ class Tokens(torch.utils.data.Dataset):
 arguments = TrainingArguments(
     output_dir=folder,
     deepspeed=ds_config,
+    # On a machine without GPUs the Trainer wants to be told.
+    ddp_backend="gloo",
     max_steps=steps,
     per_device_train_batch_size=4,
     gradient_accumulation_steps=2,
@@ -45,4 +47,3 @@ trainer.save_model(folder + "/model")
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 if arguments.process_index == 0:
     print("LOSSES", losses)
-    loaded = LlamaForCausalLM.from_pretrained(folder + "/model") if "--load" in sys.argv else None
