@@ -21,8 +21,6 @@ class Tokens(torch.utils.data.Dataset):
 arguments = TrainingArguments(
     output_dir=folder,
     deepspeed=ds_config,
-    # On a machine without GPUs the Trainer wants to be told.
-    ddp_backend="gloo",
     max_steps=steps,
     per_device_train_batch_size=4,
     gradient_accumulation_steps=2,
