@@ -6,7 +6,6 @@ name. A script of one's own may call :func:`install` before it imports any of th
 
 from __future__ import annotations
 
-import enum
 import functools
 import importlib.abc
 import importlib.machinery
@@ -135,16 +134,10 @@ def _zero() -> dict[str, Any]:
     return {"Init": zero.Init, "GatheredParameters": zero.GatheredParameters}
 
 
-class ZeroParamStatus(enum.Enum):
-    """Whether a parameter is whole."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
 def _partition_parameters() -> dict[str, Any]:
     import torch
+
+    from ferrospeed.zero import ZeroParamStatus
 
     def constructor(fn: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
         # `zero.Init` changes no constructor of tensors here.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import weakref
 from typing import Any, Iterable
 
@@ -12,7 +13,15 @@ from torch.utils.dlpack import from_dlpack
 from . import _ferrospeed, comm
 from ._ferrospeed import FerrospeedError
 
-__all__ = ["GatheredParameters", "Init"]
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus"]
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether a parameter is whole, by DeepSpeed's names."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
 
 
 class _ById:
@@ -24,6 +33,10 @@ class _ById:
     def note(self, engine: Any, params: Iterable[torch.Tensor]) -> None:
         for index, param in enumerate(params):
             key = id(param)
+            if engine.zero_optimization_stage() == 3:
+                # Programs ask by these names for what is spread; it is whole for them under GatheredParameters.
+                param.ds_status, param.ds_id = ZeroParamStatus.NOT_AVAILABLE, index  # type: ignore[attr-defined]
+                param.ds_numel, param.ds_shape = param.numel(), param.shape  # type: ignore[attr-defined]
             gone = weakref.ref(param, lambda _, key=key: self._of.pop(key, None))
             self._of[key] = (gone, weakref.ref(engine), index)
 
