@@ -332,8 +332,8 @@ class FerrospeedEngine(torch.nn.Module):
         return True
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether stage 3 gives whole weights to who saves a model."""
-        return bool(self.config.get("zero_optimization", {}).get("stage3_gather_16bit_weights_on_model_save", False))
+        """Always: a model is saved whole in every stage, one tensor at a time."""
+        return True
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
         """Whole weights as kernels read them, and buffers, on rank 0; None on others. All ranks call it together."""
@@ -348,9 +348,7 @@ class FerrospeedEngine(torch.nn.Module):
         for alias, name in self._named.aliases.items():
             if name in found:
                 found[alias] = found[name]
-        buffers = dict(self.module.named_buffers())
-        found.update((name, buffers[name]) for name in self.module.state_dict() if name in buffers)
-        return found
+        return found | self._buffers_of_module.now()
 
     def destroy(self) -> None:
         """Lets go of hooks; memory goes with the last reference."""

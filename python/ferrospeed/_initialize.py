@@ -84,16 +84,21 @@ def initialize(
         overrides.append(f"optimizer={section_of(optimizer)}")
         model_parameters = optimizer.param_groups
     groups = groups_of(model_parameters, named)
+    if groups is None:
+        groups = [(list(range(len(named.params))), None, None, None)]
+    trained = _trained(named, groups)
+    # What has nothing to train is no group of the engine's.
+    kept = [number for number, group in enumerate(groups) if any(trained[index] for index in group[0])]
+    asked = [groups[number] for number in kept]
     leaf_modules = (leaf_modules or []) + [name for name, each in model.named_modules() if hasattr(each, "_ferrospeed_leaf")]
     buffers = Buffers(model)
-    core = _core(_text(args, config, config_params), named, buffers, groups, overrides, auto, leaf_modules, seed)
+    core = _core(_text(args, config, config_params), named, buffers, asked, trained, overrides, auto, leaf_modules, seed)
     options = core.group_options()
-    engine = FerrospeedEngine(core, model, named, buffers, _trained(named, groups))
+    engine = FerrospeedEngine(core, model, named, buffers, trained)
     made = None
     if options:
-        everything = [[index for index, param in enumerate(named.params) if param.requires_grad]]
-        members = [group[0] for group in groups] if groups is not None else everything
-        made = FerrospeedOptimizer(core, engine, named, [(group, None, None, None) for group in members], optimizer)
+        members = [[index for index in group[0] if trained[index]] for group in groups]
+        made = FerrospeedOptimizer(core, engine, named, members, kept, optimizer)
     schedule = _schedule(core, lr_scheduler, made)
     engine.adopt(made, schedule, client=lr_scheduler is not None)
     loader = None
@@ -104,15 +109,12 @@ def initialize(
 
 
 def _trained(named: Named, groups: Any) -> list[bool]:
-    if groups is None:
-        return [param.requires_grad for param in named.params]
     members = {index for group in groups for index in group[0]}
     return [param.requires_grad and index in members for index, param in enumerate(named.params)]
 
 
-def _core(text: str, named: Named, buffers: Buffers, groups: Any, overrides: list[str], auto: Any, leaf_modules: Any, seed: int) -> Any:
+def _core(text: str, named: Named, buffers: Buffers, groups: Any, trained: list[bool], overrides: list[str], auto: Any, leaf_modules: Any, seed: int) -> Any:
     """The engine itself, which takes the parameters' values over."""
-    trained = _trained(named, groups)
     kept, given = [], []
     for name, param, trains in zip(named.names, named.params, trained):
         if param.device.type != "cpu":

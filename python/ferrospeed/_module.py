@@ -60,14 +60,21 @@ class Buffers:
     EXACT = 2**24
 
     def __init__(self, module: torch.nn.Module) -> None:
-        saved = set(module.state_dict(keep_vars=True))
         self._module = module
-        self.names = [name for name, _ in module.named_buffers() if name in saved]
+        self.names = [name for name, _ in module.named_buffers() if self._is_saved(name)]
         self._copies = {name: self._of(name).detach().float().contiguous().clone() for name in self.names}
+
+    def _is_saved(self, name: str) -> bool:
+        path, _, last = name.rpartition(".")
+        return last not in self._module.get_submodule(path)._non_persistent_buffers_set
 
     def _of(self, name: str) -> torch.Tensor:
         path, _, last = name.rpartition(".")
         return self._module.get_submodule(path)._buffers[last]
+
+    def now(self) -> dict[str, torch.Tensor]:
+        """What the module has."""
+        return {name: self._of(name) for name in self.names}
 
     def given(self) -> list[tuple[str, int, int, torch.Tensor]]:
         """Where the copies are, for the engine."""
@@ -121,8 +128,23 @@ class Lasting:
         for index, param in enumerate(named.params):
             param.data = from_dlpack(core.lasting(index))
 
+        self._named = named
+        self._before: dict[int, torch.Tensor] = {}
+
     def attach(self, module: torch.nn.Module) -> None:
         """Nothing is needed before or after a module."""
+
+    def show(self, index: int, value: torch.Tensor) -> None:
+        """Lets a program write to a copy."""
+        param = self._named.params[index]
+        self._before.setdefault(index, param.data)
+        param.data = value
+
+    def hide(self, index: int) -> None:
+        """Ends that."""
+        before = self._before.pop(index, None)
+        if before is not None:
+            self._named.params[index].data = before
 
     def end(self) -> None:
         """Nothing is held."""
@@ -143,6 +165,8 @@ class Coming:
         # Where there is no value a reader finds what is no number, and a writer an error of torch's; the shape stays.
         nothing = torch.full((1,), float("nan"), dtype=dtype)
         self._absent = [nothing.expand(param.shape) for param in named.params]
+        # Values of their own that a program looks at for a while, in place of nothing.
+        self._shown: dict[int, torch.Tensor] = {}
         for param, absent in zip(named.params, self._absent):
             param.data = absent
 
@@ -154,6 +178,7 @@ class Coming:
                 each.__dict__["_parameters"] = _Asked(each._parameters, self)
             each.register_forward_pre_hook(self._before(own), prepend=True)
             each.register_forward_hook(self._after(own), always_call=True)
+            each.register_state_dict_pre_hook(self._before_state_dict(own))
 
     def take(self, index: int) -> None:
         """Makes a parameter whole for one more user."""
@@ -170,7 +195,30 @@ class Coming:
         if self._users[index] == 0:
             param = self._named.params[index]
             self._at.pop(param.data_ptr(), None)
-            param.data = self._absent[index]
+            param.data = self._shown.get(index, self._absent[index])
+
+    def show(self, index: int, value: torch.Tensor) -> None:
+        """Lets a program see a value where there is none between passes."""
+        self._shown[index] = value
+        if self._users[index] == 0:
+            self._named.params[index].data = value
+
+    def hide(self, index: int) -> None:
+        """Ends that."""
+        self._shown.pop(index, None)
+        if self._users[index] == 0:
+            self._named.params[index].data = self._absent[index]
+
+    def _before_state_dict(self, own: list[int]) -> Callable[..., None]:
+        def before(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+            absent = [index for index in own if self._users[index] == 0 and index not in self._shown]
+            if absent:
+                raise FerrospeedError(
+                    f"state_dict(): in stage 3 '{self._named.names[absent[0]]}' is spread over ranks; call it within "
+                    "zero.GatheredParameters(module.parameters()), or use engine.save_16bit_model or save_checkpoint"
+                )
+
+        return before
 
     def end(self) -> None:
         """Lets go of all that a pass that failed has left."""

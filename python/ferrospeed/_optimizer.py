@@ -85,20 +85,27 @@ class FerrospeedOptimizer(torch.optim.Optimizer):
     The engine steps; `step()` of this is `engine.step()`.
     """
 
-    def __init__(self, core: Core, engine: Any, named: Named, groups: list[Group], client: torch.optim.Optimizer | None) -> None:
-        self._core, self._engine, self._client = core, engine, client
+    def __init__(
+        self, core: Core, engine: Any, named: Named, groups: list[list[int]], kept: list[int], client: torch.optim.Optimizer | None
+    ) -> None:
+        self._core, self._engine, self._kept = core, engine, kept
         if client is None:
-            made = [{"params": [named.params[index] for index in group[0]]} for group in groups]
-            super().__init__([group for group in made if group["params"]], {"lr": 0.0, "weight_decay": 0.0, "betas": (0.0, 0.0)})
+            made = [{"params": [named.params[index] for index in group]} for group in groups]
+            super().__init__(made, {"lr": 0.0, "weight_decay": 0.0, "betas": (0.0, 0.0)})
         else:
             # Schedulers of the program's hold its own optimizer: its groups are those that count.
             super().__init__(client.param_groups, dict(client.defaults))
             self.param_groups = client.param_groups
         self.pull()
 
+    def _groups(self) -> list[tuple[int, dict[str, Any], tuple[float, float, list[float]]]]:
+        """The groups that the engine trains, by its numbers, with its options: those without parameters it does not know."""
+        known = self._core.group_options()
+        return [(number, self.param_groups[at], options) for number, (at, options) in enumerate(zip(self._kept, known))]
+
     def pull(self) -> None:
         """Takes the engine's rates over into the groups."""
-        for group, (lr, weight_decay, betas) in zip(self.param_groups, self._core.group_options()):
+        for _, group, (lr, weight_decay, betas) in self._groups():
             group["lr"], group["weight_decay"] = lr, weight_decay
             if "momentum" in group:
                 group["momentum"] = betas[0]
@@ -107,7 +114,7 @@ class FerrospeedOptimizer(torch.optim.Optimizer):
 
     def push(self) -> None:
         """Gives the groups' rates to the engine."""
-        for index, (group, known) in enumerate(zip(self.param_groups, self._core.group_options())):
+        for index, group, known in self._groups():
             betas = _betas(group) or list(known[2])
             new = (float(group["lr"]), float(group["weight_decay"]), betas)
             if new != (known[0], known[1], list(known[2])):

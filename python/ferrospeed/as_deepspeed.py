@@ -6,7 +6,6 @@ name. A script of one's own may call :func:`install` before it imports any of th
 
 from __future__ import annotations
 
-import enum
 import functools
 import importlib.abc
 import importlib.machinery
@@ -90,6 +89,7 @@ def _init_distributed(dist_backend: str | None = None, *positional: Any, **optio
     if positional:
         raise TypeError("init_distributed(): give arguments by name")
     known = {name: options[name] for name in ("rank", "world_size") if name in options}
+    _tell_accelerate()
     ferrospeed.init_distributed(None, **known)
     if torch.distributed.is_available() and not torch.distributed.is_initialized() and "RANK" in os.environ:
         import datetime
@@ -104,6 +104,14 @@ def _init_distributed(dist_backend: str | None = None, *positional: Any, **optio
             world_size=ferrospeed.comm.get_world_size(),
             timeout=options.get("timeout") or datetime.timedelta(minutes=30),
         )
+
+
+def _tell_accelerate() -> None:
+    """Accelerate, which asks for this, believes in ranks without GPUs only where it knows how they talk."""
+    state = sys.modules.get("accelerate.state")
+    shared = state.PartialState._shared_state if state is not None else {}
+    if "RANK" in os.environ and "backend" in shared and shared["backend"] is None:
+        shared["backend"] = "gloo"
 
 
 def _free_port() -> int:
@@ -126,16 +134,10 @@ def _zero() -> dict[str, Any]:
     return {"Init": zero.Init, "GatheredParameters": zero.GatheredParameters}
 
 
-class ZeroParamStatus(enum.Enum):
-    """Whether a parameter is whole."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
 def _partition_parameters() -> dict[str, Any]:
     import torch
+
+    from ferrospeed.zero import ZeroParamStatus
 
     def constructor(fn: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
         # `zero.Init` changes no constructor of tensors here.

@@ -7,6 +7,7 @@ Results are the same bits on every rank and in every run; a rank that is lost, l
 
 from __future__ import annotations
 
+import atexit
 import enum
 import json
 from typing import Any, Sequence
@@ -48,7 +49,10 @@ def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
         raise FerrospeedError(f"init_distributed: '{dist_backend}' is no backend that is known here")
     if options.get("init_method") is not None:
         raise FerrospeedError("init_distributed: init_method is not taken; set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE")
-    _ferrospeed.init_distributed()
+    if not is_initialized():
+        _ferrospeed.init_distributed()
+        # Who ends says so: the others need not find out.
+        atexit.register(_ferrospeed.destroy)
     for name, there in (("rank", get_rank()), ("world_size", get_world_size())):
         asked = options.get(name, -1)
         if asked not in (None, -1) and asked != there:

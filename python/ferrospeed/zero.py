@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import weakref
 from typing import Any, Iterable
 
@@ -12,7 +13,15 @@ from torch.utils.dlpack import from_dlpack
 from . import _ferrospeed, comm
 from ._ferrospeed import FerrospeedError
 
-__all__ = ["GatheredParameters", "Init"]
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus"]
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether a parameter is whole, by DeepSpeed's names."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
 
 
 class _ById:
@@ -24,6 +33,10 @@ class _ById:
     def note(self, engine: Any, params: Iterable[torch.Tensor]) -> None:
         for index, param in enumerate(params):
             key = id(param)
+            if engine.zero_optimization_stage() == 3:
+                # Programs ask by these names for what is spread; it is whole for them under GatheredParameters.
+                param.ds_status, param.ds_id = ZeroParamStatus.NOT_AVAILABLE, index  # type: ignore[attr-defined]
+                param.ds_numel, param.ds_shape = param.numel(), param.shape  # type: ignore[attr-defined]
             gone = weakref.ref(param, lambda _, key=key: self._of.pop(key, None))
             self._of[key] = (gone, weakref.ref(engine), index)
 
@@ -76,28 +89,25 @@ class GatheredParameters(contextlib.AbstractContextManager):
         given = [params] if isinstance(params, torch.Tensor) else list(params)
         self._params = [param for param in given if OWNERS.find(param) is not None] if enabled else []
         self._modifier = modifier_rank
-        self._before: list[torch.Tensor] = []
 
     def __enter__(self) -> "GatheredParameters":
         for param in self._params:
             engine, index = owner_of(param, "GatheredParameters")
-            self._before.append(param.data)
             if self._modifier is None and engine.zero_optimization_stage() < 3:
                 continue
             # What is written must be written to memory of its own: the engine's may be all ranks' in common.
-            whole = from_dlpack(_ferrospeed.get_full(engine._core, index, "weight"))
-            param.data = whole.to(param.dtype) if self._modifier is None else whole
+            whole = from_dlpack(_ferrospeed.get_full(engine._core, index, "weight")).to(param.dtype)
+            engine._values.show(index, whole)
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         written = [param.data for param in self._params]
-        for param, before in zip(self._params, self._before):
-            param.data = before
-        self._before = []
+        shown = [owner_of(param, "GatheredParameters") for param in self._params]
+        for engine, index in shown:
+            engine._values.hide(index)
         if kind is not None or self._modifier is None:
             return
-        for param, value in zip(self._params, written):
-            engine, index = owner_of(param, "GatheredParameters")
+        for (engine, index), value in zip(shown, written):
             value = value.detach().to(torch.float32).contiguous()
             comm.broadcast(value, self._modifier)
             _ferrospeed.set_full(engine._core, index, "weight", value.data_ptr(), value.numel())

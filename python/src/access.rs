@@ -57,14 +57,28 @@ fn given(address: usize, numel: usize) -> PyResult<Vec<f32>> {
 
 /// Replaces a whole value by f32 numbers, the same on all ranks.
 #[pyfunction]
-fn set_full(py: Python<'_>, engine: &Engine, index: usize, name: &str, address: usize, numel: usize) -> PyResult<()> {
+fn set_full(
+    py: Python<'_>,
+    engine: &Engine,
+    index: usize,
+    name: &str,
+    address: usize,
+    numel: usize,
+) -> PyResult<()> {
     let (param, values): (&Param, Vec<f32>) = (engine.param(index)?, given(address, numel)?);
     detached(py, || engine.store.set_full(param, which(name), &values)).map_err(of_store)
 }
 
 /// Replaces this rank's part of it.
 #[pyfunction]
-fn set_local(py: Python<'_>, engine: &Engine, index: usize, name: &str, address: usize, numel: usize) -> PyResult<()> {
+fn set_local(
+    py: Python<'_>,
+    engine: &Engine,
+    index: usize,
+    name: &str,
+    address: usize,
+    numel: usize,
+) -> PyResult<()> {
     let (param, values): (&Param, Vec<f32>) = (engine.param(index)?, given(address, numel)?);
     detached(py, || engine.store.set_local(param, which(name), &values)).map_err(of_store)
 }

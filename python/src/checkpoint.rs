@@ -22,7 +22,9 @@ fn format(name: &str) -> PyResult<Format> {
         "ferrospeed" => Ok(Format::Ferrospeed),
         "deepspeed" => Ok(Format::DeepSpeed),
         "universal" => Ok(Format::Universal),
-        _ => Err(refused(format!("'{name}' is no checkpoint format; there are ferrospeed, deepspeed and universal"))),
+        _ => Err(refused(format!(
+            "'{name}' is no checkpoint format; there are ferrospeed, deepspeed and universal"
+        ))),
     }
 }
 
@@ -38,9 +40,17 @@ fn save(
     exclude_frozen_parameters: bool,
     format_name: &str,
 ) -> PyResult<PathBuf> {
-    let client_state: Value = serde_json::from_str(client_state).map_err(|error| refused(format!("client_state: {error}")))?;
+    let client_state: Value =
+        serde_json::from_str(client_state).map_err(|error| refused(format!("client_state: {error}")))?;
     let format = format(format_name)?;
-    let options = SaveOptions { tag, client_state, save_latest, exclude_frozen_parameters, format, ..SaveOptions::default() };
+    let options = SaveOptions {
+        tag,
+        client_state,
+        save_latest,
+        exclude_frozen_parameters,
+        format,
+        ..SaveOptions::default()
+    };
     engine.with(py, |training| training.save_checkpoint(&folder, &options))
 }
 

@@ -8,7 +8,9 @@ use std::num::NonZeroU64;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ferrospeed_config::{AutoValues, Config};
-use ferrospeed_engine::{BackwardOptions, Engine as Training, EngineError, Options, OutsideBackward, Setup, StepReport};
+use ferrospeed_engine::{
+    BackwardOptions, Engine as Training, EngineError, Options, OutsideBackward, Setup, StepReport,
+};
 use ferrospeed_nn::Init;
 use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_tensor::{Initializer, Param, TensorError};
@@ -44,7 +46,8 @@ impl Engine {
         py: Python<'_>,
         work: impl FnOnce(&mut Training) -> Result<R, EngineError> + Send,
     ) -> PyResult<R> {
-        detached(py, || work(&mut self.training.lock().unwrap_or_else(PoisonError::into_inner))).map_err(of_engine)
+        detached(py, || work(&mut self.training.lock().unwrap_or_else(PoisonError::into_inner)))
+            .map_err(of_engine)
     }
 
     /// Looks at it.
@@ -59,13 +62,22 @@ impl Engine {
 }
 
 /// The configuration in force: what `config` says (text, or the path of a file), some of it overridden.
-fn resolved(config: &str, overrides: &[String], auto: &[(String, String)], ranks: usize, leads: bool) -> PyResult<Config> {
+fn resolved(
+    config: &str,
+    overrides: &[String],
+    auto: &[(String, String)],
+    ranks: usize,
+    leads: bool,
+) -> PyResult<Config> {
     let is_text = config.trim_start().starts_with('{');
-    let unresolved = if is_text { Config::from_str("ds_config", config) } else { Config::from_argument(config) };
-    let unresolved = unresolved.and_then(|unresolved| unresolved.with_overrides(overrides)).map_err(of_config)?;
+    let unresolved =
+        if is_text { Config::from_str("ds_config", config) } else { Config::from_argument(config) };
+    let unresolved =
+        unresolved.and_then(|unresolved| unresolved.with_overrides(overrides)).map_err(of_config)?;
     let mut values = AutoValues::new();
     for (path, value) in auto {
-        let value: Value = serde_json::from_str(value).map_err(|error| refused(format!("{path}: {error}")))?;
+        let value: Value =
+            serde_json::from_str(value).map_err(|error| refused(format!("{path}: {error}")))?;
         values = values.with(path, value);
     }
     let ranks = NonZeroU64::new(ranks as u64).unwrap_or(NonZeroU64::MIN);
@@ -77,7 +89,11 @@ fn resolved(config: &str, overrides: &[String], auto: &[(String, String)], ranks
 }
 
 /// The module's parameters as handles, in order.
-fn handles(init: &Init, parameters: &[Parameter], aliases: &BTreeMap<String, String>) -> Result<Vec<Param>, TensorError> {
+fn handles(
+    init: &Init,
+    parameters: &[Parameter],
+    aliases: &BTreeMap<String, String>,
+) -> Result<Vec<Param>, TensorError> {
     let handle = |(name, _, _, shape, trained): &Parameter| {
         let param = init.param(name, shape_of(shape)?, Initializer::Constant(0.0));
         param.set_trainable(*trained);
@@ -122,11 +138,14 @@ impl Engine {
             // SAFETY: the package lays buffers down there, and gives the object that keeps them.
             init.state(&name, Arc::new(unsafe { Buffer::new(address, numel, owner) }));
         }
-        let configured = config.optimizer.as_ref().and_then(Optimizer::from_config).map(|(_, options)| options);
+        let configured =
+            config.optimizer.as_ref().and_then(Optimizer::from_config).map(|(_, options)| options);
         let configured = configured.unwrap_or(GroupOptions { lr: 0.0, weight_decay: 0.0, betas: [0.0; 2] });
         let group = |(members, lr, weight_decay, betas): Group| {
             let missing = members.iter().find(|member| **member >= params.len());
-            missing.map_or(Ok(()), |member| Err(refused(format!("a group names parameter {member}, which is not there"))))?;
+            missing.map_or(Ok(()), |member| {
+                Err(refused(format!("a group names parameter {member}, which is not there")))
+            })?;
             let params = members.iter().map(|member| params[*member].clone()).collect();
             let options = GroupOptions {
                 lr: lr.unwrap_or(configured.lr),
@@ -135,7 +154,8 @@ impl Engine {
             };
             Ok(ParamGroup { params, options })
         };
-        let groups = groups.map(|groups| groups.into_iter().map(group).collect::<PyResult<_>>()).transpose()?;
+        let groups =
+            groups.map(|groups| groups.into_iter().map(group).collect::<PyResult<_>>()).transpose()?;
         let training = detached(py, || -> PyResult<Training> {
             // SAFETY: the package keeps the tensors, and waits here.
             let source = unsafe {
@@ -145,7 +165,8 @@ impl Engine {
             let setup = Setup { seed, ..Setup::new(config, world, ferrospeed_cpu::device()) };
             let options = Options { groups, source: Some(&source), leaf_modules, ..Options::default() };
             let parameters = init.parameters();
-            let made = ferrospeed_engine::initialize_model(&setup, &parameters, options).map_err(of_engine)?;
+            let made =
+                ferrospeed_engine::initialize_model(&setup, &parameters, options).map_err(of_engine)?;
             Ok(made)
         })?;
         let store = Arc::clone(training.store());
@@ -163,7 +184,14 @@ impl Engine {
     }
 
     /// Takes the gradient of a parameter: a contiguous tensor on the host, with the object that owns it.
-    fn push_grad(&self, py: Python<'_>, index: usize, address: usize, dtype: &str, owner: Py<PyAny>) -> PyResult<()> {
+    fn push_grad(
+        &self,
+        py: Python<'_>,
+        index: usize,
+        address: usize,
+        dtype: &str,
+        owner: Py<PyAny>,
+    ) -> PyResult<()> {
         let (param, dtype) = (self.param(index)?, weight_type(dtype)?);
         // SAFETY: the package gives the gradient up with this call.
         let gradient = unsafe { gradient(address, param, dtype, self.store.device(), owner)? };
@@ -215,7 +243,11 @@ impl Engine {
 
     fn set_mode(&self, py: Python<'_>, training: bool) -> PyResult<()> {
         self.with(py, |engine| {
-            if training { engine.train() } else { engine.eval() }
+            if training {
+                engine.train()
+            } else {
+                engine.eval()
+            }
             Ok(())
         })
     }
@@ -251,7 +283,12 @@ impl Engine {
     /// The counters: steps, samples, micro-batches, skipped steps.
     fn counters(&self, py: Python<'_>) -> (u64, u64, u64, u64) {
         self.see(py, |training| {
-            (training.global_steps(), training.global_samples(), training.micro_steps(), training.skipped_steps())
+            (
+                training.global_steps(),
+                training.global_samples(),
+                training.micro_steps(),
+                training.skipped_steps(),
+            )
         })
     }
 

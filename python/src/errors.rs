@@ -9,9 +9,24 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 create_exception!(ferrospeed, FerrospeedError, PyRuntimeError, "What this engine refuses or cannot do.");
-create_exception!(ferrospeed, ConfigError, FerrospeedError, "A ds_config that is wrong: every mistake is in the message.");
-create_exception!(ferrospeed, CommError, FerrospeedError, "Ranks that could not talk: one was lost, late, or did something else.");
-create_exception!(ferrospeed, CheckpointError, FerrospeedError, "A checkpoint that could not be saved or loaded.");
+create_exception!(
+    ferrospeed,
+    ConfigError,
+    FerrospeedError,
+    "A ds_config that is wrong: every mistake is in the message."
+);
+create_exception!(
+    ferrospeed,
+    CommError,
+    FerrospeedError,
+    "Ranks that could not talk: one was lost, late, or did something else."
+);
+create_exception!(
+    ferrospeed,
+    CheckpointError,
+    FerrospeedError,
+    "A checkpoint that could not be saved or loaded."
+);
 
 /// Adds the exceptions to the module.
 pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {

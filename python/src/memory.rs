@@ -27,7 +27,11 @@ pub(crate) fn sent_type(name: &str) -> PyResult<Sent> {
         "int64" => Sent::I64,
         "uint8" => Sent::U8,
         "bool" => Sent::Bool,
-        _ => return Err(refused(format!("tensors of {name} do not travel between ranks; cast to a type that does"))),
+        _ => {
+            return Err(refused(format!(
+                "tensors of {name} do not travel between ranks; cast to a type that does"
+            )));
+        }
     })
 }
 
@@ -37,7 +41,11 @@ pub(crate) fn weight_type(name: &str) -> PyResult<DType> {
         "float32" => DType::F32,
         "bfloat16" => DType::BF16,
         "float16" => DType::F16,
-        _ => return Err(refused(format!("a gradient of {name}: the model is in float32, bfloat16 or float16"))),
+        _ => {
+            return Err(refused(format!(
+                "a gradient of {name}: the model is in float32, bfloat16 or float16"
+            )));
+        }
     })
 }
 
@@ -83,7 +91,9 @@ pub(crate) unsafe fn gradient(
     };
     let category = ferrospeed_tensor::Category::Gradients;
     // SAFETY: as the caller says.
-    Ok(unsafe { Tensor::from_external(pointer, *like.shape(), dtype, device, category, Arc::new(Owner(owner))) })
+    Ok(unsafe {
+        Tensor::from_external(pointer, *like.shape(), dtype, device, category, Arc::new(Owner(owner)))
+    })
 }
 
 const CAPSULE: &CStr = c"dltensor";

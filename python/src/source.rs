@@ -44,7 +44,8 @@ pub(crate) unsafe fn broadcast(world: &World, given: &[Given]) -> PyResult<()> {
     for of_type in [DType::F32, DType::F64, DType::BF16, DType::F16] {
         let those = given.iter().filter(|given| given.dtype == of_type && given.numel > 0);
         // SAFETY: as the caller says; every operation is over when this returns.
-        let regions: Vec<_> = those.map(|given| unsafe { region(given.address, given.numel, of_type) }).collect();
+        let regions: Vec<_> =
+            those.map(|given| unsafe { region(given.address, given.numel, of_type) }).collect();
         if !regions.is_empty() {
             group.broadcast_coalesced(&regions, of_type, 0).wait().map_err(of_comm)?;
         }
@@ -56,7 +57,10 @@ impl ParamSource for FromModule {
     fn load(&self, param: &Param, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         let given = self.0.get(param.name()).filter(|given| given.numel == param.numel());
         let Some(given) = given else {
-            return Err(TensorError::argument("initialize", format!("the module has no parameter '{}'", param.name())));
+            return Err(TensorError::argument(
+                "initialize",
+                format!("the module has no parameter '{}'", param.name()),
+            ));
         };
         if range.is_empty() {
             return Ok(());
@@ -69,7 +73,10 @@ impl ParamSource for FromModule {
                 DType::BF16 => copy(given.address, range, out, bf16::to_f32),
                 DType::F16 => copy(given.address, range, out, f16::to_f32),
                 other => {
-                    let why = format!("parameter '{}' is of {other}; parameters are of floating-point numbers", given.name);
+                    let why = format!(
+                        "parameter '{}' is of {other}; parameters are of floating-point numbers",
+                        given.name
+                    );
                     return Err(TensorError::argument("initialize", why));
                 }
             }
@@ -119,7 +126,8 @@ impl LayerState for Buffer {
         }
         if self.numel > 0 {
             // SAFETY: see `Buffer::new`.
-            unsafe { std::slice::from_raw_parts_mut(self.address as *mut f32, self.numel) }.copy_from_slice(values);
+            unsafe { std::slice::from_raw_parts_mut(self.address as *mut f32, self.numel) }
+                .copy_from_slice(values);
         }
         Ok(())
     }

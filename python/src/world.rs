@@ -85,7 +85,11 @@ type Given = (usize, usize, String);
 
 fn op(name: &str) -> PyResult<ReduceOp> {
     let found = ReduceOp::ALL.into_iter().find(|op| op.name() == name);
-    found.ok_or_else(|| refused(format!("'{name}' is no reduction; there are sum, avg, min, max, product, bit_and and bit_or")))
+    found.ok_or_else(|| {
+        refused(format!(
+            "'{name}' is no reduction; there are sum, avg, min, max, product, bit_and and bit_or"
+        ))
+    })
 }
 
 /// Waits for an operation without Python's lock.

@@ -51,6 +51,7 @@ class Gpt(nn.Module):
         self.places = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
         self.block, self.last = Block(), Block()
         self.norm = nn.LayerNorm(WIDTH)
+        nn.init.normal_(self.table.weight, std=0.1)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         tokens = batch["tokens"]

@@ -37,12 +37,13 @@ def ds_config(stage: int, offload: bool) -> dict:
 
 
 class StandIn(unittest.TestCase):
-    def trained(self, folder: str, config: dict, steps: int, count: int, *more: str) -> list[float]:
+    def trained(
+        self, folder: str, config: dict, steps: int, count: int, *more: str, script: str = "trainer_script.py", before: list[str] = []
+    ) -> list[float]:
         path = Path(folder, "ds_config.json")
         path.write_text(json.dumps(config))
-        command = ["-m", "ferrospeed.as_deepspeed", "trainer_script.py", folder, str(path), str(steps), *more]
-        env = {"ACCELERATE_USE_CPU": "false"}
-        ends = ranks.finish(ranks.start(command, count, **env))
+        command = ["-m", "ferrospeed.as_deepspeed", script, *before, folder, str(path), str(steps), *more]
+        ends = ranks.finish(ranks.start(command, count))
         for status, output in ends:
             self.assertEqual(status, 0, output)
         line = next(line for line in ends[0][1].splitlines() if line.startswith("LOSSES"))
@@ -69,6 +70,15 @@ class StandIn(unittest.TestCase):
                     self.assertEqual(again[2:], whole[2:])
         for other in losses.values():
             self.assertEqual(other, losses[2, False])
+
+    @unittest.skipIf(any(importlib.util.find_spec(name) is None for name in ("trl", "peft", "datasets")), "no trl and peft")
+    def test_trl_trains_an_adapter(self) -> None:
+        for kind in ("sft", "dpo"):
+            with tempfile.TemporaryDirectory() as folder:
+                losses = self.trained(folder, ds_config(3, False), 3, 2, script="trl_script.py", before=[kind])
+                self.assertEqual(len(losses), 3)
+                self.assertLess(losses[-1], losses[0], kind)
+                self.assertTrue(Path(folder, "adapter", "adapter_model.safetensors").exists())
 
     def test_what_is_not_there_is_named(self) -> None:
         script = (

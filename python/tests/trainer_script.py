@@ -45,4 +45,3 @@ trainer.save_model(folder + "/model")
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 if arguments.process_index == 0:
     print("LOSSES", losses)
-    loaded = LlamaForCausalLM.from_pretrained(folder + "/model") if "--load" in sys.argv else None

@@ -27,6 +27,7 @@ mod offload;
 mod offload_faults;
 mod one_bit;
 mod optimizers;
+mod outside;
 mod parameters;
 mod pipeline;
 mod plan;
