@@ -15,6 +15,17 @@ fn cohere_like(fields: &Fields<'_>, defaults: &Defaults) -> Result<DecoderConfig
     attention_bias(fields, &mut config)?;
     config.residual = Residual::ParallelOneNorm;
     neighbours_turn(&mut config);
+    // Names of what is so in every file, and what is the tokenizer's or a server's.
+    fields.harmless(&[
+        "cache_implementation",
+        "order_of_interleaved_layers",
+        "position_embedding_type",
+        "rotary_pct",
+    ]);
+    fields.harmless(&["model_max_length", "use_parallel_embedding"]);
+    fields.fixed("use_gated_activation", true.into())?;
+    fields.fixed("use_parallel_block", true.into())?;
+    fields.fixed("use_embedding_sharing", true.into())?;
     let factor = fields.number("logit_scale", Some(0.0625))?;
     if !(factor.is_finite() && factor > 0.0) {
         return Err(fields.error("logit_scale", format!("{factor} is not a number above 0")));
@@ -42,24 +53,21 @@ const COHERE: Defaults = Defaults {
 pub fn cohere(fields: &Fields<'_>) -> Result<DecoderConfig> {
     // Command R+ has norms with a mean on each head, and a weight for each channel of each head.
     fields.fixed("use_qk_norm", false.into())?;
+    // Without a window it is nothing that layers take turns in.
+    fields.harmless(&["layer_switch"]);
     cohere_like(fields, &COHERE)
 }
 
 /// Reads a `cohere2` configuration.
 pub fn cohere2(fields: &Fields<'_>, rule: WindowRule) -> Result<DecoderConfig> {
     let mut config = cohere_like(fields, &Defaults { model_type: "cohere2", theta: 1e4, ..COHERE })?;
-    // Names of what is so in every file.
-    fields.harmless(&["cache_implementation", "order_of_interleaved_layers", "position_embedding_type"]);
-    fields.fixed("use_gated_activation", true.into())?;
-    fields.fixed("use_parallel_block", true.into())?;
-    fields.fixed("use_parallel_embedding", false.into())?;
-    fields.fixed("use_embedding_sharing", true.into())?;
-    fields.harmless(&["rotary_pct"]);
     let window = fields.size_or_null("sliding_window", Some(4096))?;
     let interval = match fields.optional_size("sliding_window_pattern")? {
         Some(interval) => interval,
         None => fields.size("_sliding_window_pattern", Some(4))?,
     };
+    // What the interval was called first.
+    fields.fixed("layer_switch", interval.into())?;
     config.windows = all_but_every(fields, config.layers, window, interval, rule)?;
     let turning = |window: &Option<usize>| if window.is_some() { Turning::Usually } else { Turning::Never };
     config.turns = config.windows.iter().map(turning).collect();

@@ -232,7 +232,13 @@ pub fn bigcode(fields: &Fields<'_>) -> Result<DecoderConfig> {
     let shares = fields.flag("multi_query", true)?;
     // How the scores are rounded and computed.
     fields.harmless(&["attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner"]);
-    fields.harmless(&["pre_allocate_kv_cache", "max_batch_size", "validate_runner_input", "n_ctx"]);
+    fields.harmless(&[
+        "pre_allocate_kv_cache",
+        "max_batch_size",
+        "validate_runner_input",
+        "pad_key_length",
+        "n_ctx",
+    ]);
     fields.harmless(&["num_key_value_heads", "runner_max_sequence_length", "max_sequence_length"]);
     if shares {
         sizes.kv_heads = 1;

@@ -165,6 +165,21 @@ fn published_configurations_are_read() {
     }
 }
 
+/// Fields and sizes of more of them, a line each, with the number of parameters that the model has.
+#[test]
+fn published_models_have_as_many_parameters_as_they_say() {
+    let cases: serde_json::Map<String, Value> =
+        serde_json::from_str(include_str!("../published.json")).unwrap();
+    for (name, case) in &cases {
+        let config = ModelConfig::from_value(&case["config"], WindowRule::default());
+        let counted = config.unwrap_or_else(|error| panic!("{name}: {error}")).parameters().numel() as u64;
+        if let Some(said) = case["parameters"].as_u64() {
+            assert_eq!(counted, said, "{name}");
+        }
+    }
+    assert!(cases.len() > 30);
+}
+
 #[test]
 fn a_model_that_reads_more_than_text_is_refused_with_its_text_tower() {
     let config = json!({
