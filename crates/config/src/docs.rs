@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use crate::check::coerce::describe;
-use crate::table::{Deprecated, Key, Kind, ROOT, Status, Tag, Variant};
+use crate::table::{Deprecated, Drift, Key, Kind, ROOT, Status, Tag, Variant};
 
 const INTRODUCTION: &str = "\
 # Configuration
@@ -14,6 +14,8 @@ const INTRODUCTION: &str = "\
 that starts with `_` is a comment. A key that stands twice, an unknown key and a value of the wrong type are errors; all
 errors of a file are reported together. `\"auto\"` leaves a value to the recipe or the model. What differs from DeepSpeed
 is in [differences.md](differences.md).
+
+A default with *since* is another one in later versions of DeepSpeed: `compat` chooses.
 
 In the tables, *not yet* marks options that are read and checked but not acted on: giving one yields a warning. *No
 effect* marks options that have no meaning here.
@@ -138,11 +140,19 @@ fn table(text: &mut String, keys: &[Key]) {
         let default = match (key.required, key.deprecated) {
             (true, _) => "required".to_owned(),
             (false, Some(_)) => String::new(),
-            (false, None) => format!("`{}`", key.default),
+            (false, None) => format!("`{}`{}", key.default, drifted(key)),
         };
         let null = if key.nullable { ", or null" } else { "" };
         let _ =
             writeln!(text, "| {names} | {}{null} | {default} | {}{} |", kind_of(key), key.doc, status(key));
+    }
+}
+
+/// What a later DeepSpeed has in place of a default.
+fn drifted(key: &Key) -> String {
+    match key.drift {
+        Some(Drift::Default { default, since }) => format!("; `{default}` since {since}"),
+        _ => String::new(),
     }
 }
 

@@ -17,7 +17,7 @@ use crate::diagnostic::{Code, Report};
 use crate::elasticity::MAX_MICRO_BATCH_SIZES;
 
 /// Optimizers that ZeRO is tested with.
-const TESTED_WITH_ZERO: [&str; 4] = ["Adam", "AdamW", "Adagrad", "Lion"];
+const TESTED_WITH_ZERO: [&str; 5] = ["Adam", "AdamW", "Adagrad", "Lion", "Muon"];
 const ONE_BIT: [&str; 3] = ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"];
 
 /// What the rules read and where they write.
@@ -137,6 +137,19 @@ impl Rules<'_> {
         }
         if self.flag("optimizer.params.amsgrad") && (name == "Lamb" || ONE_BIT.contains(&name.as_str())) {
             self.unsupported("optimizer.params.amsgrad", "AMSGrad is not supported", "remove it");
+        }
+        let second_beta = lookup(self.full, "optimizer.params.betas").and_then(|betas| betas.get(1));
+        if name == "Muon" && second_beta.and_then(Value::as_f64) == Some(0.0) {
+            let why = "a second moment that nothing of is kept is none";
+            self.unsupported("optimizer.params.betas", why, "write a second decay above 0");
+        }
+        if self.flag("optimizer.params.per_head_muon") {
+            let why = "models do not say which rows of a matrix are whose head's";
+            self.unsupported(
+                "optimizer.params.per_head_muon",
+                why,
+                "remove it: whole matrices are made orthogonal",
+            );
         }
         for [least, most] in [["min_coeff", "max_coeff"], ["factor_min", "factor_max"]] {
             let [low, high] = [least, most].map(|key| self.number(&format!("optimizer.params.{key}")));
@@ -309,6 +322,10 @@ impl Rules<'_> {
             let help =
                 "remove pipeline stages, shared sequences, tensor slices and spread experts, or use AdamW";
             self.unsupported("optimizer.type", why, help);
+        }
+        if tensor && self.text("optimizer.type") == Some("Muon") {
+            let why = "Muon needs whole matrices, and ranks hold slices of them";
+            self.unsupported("optimizer.type", why, "remove tensor slices, or use AdamW");
         }
         let token_drop = "data_efficiency.data_routing.random_ltd.enabled";
         let learning_rates = "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled";

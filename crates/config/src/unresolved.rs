@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 use crate::auto::{AutoValues, Filled, lookup, substitute};
 use crate::batch::{self, BatchSizes, GivenBatchSizes};
 use crate::check::{Checked, check};
+use crate::compat::{Compat, Drifted, DriftedTo, drifted};
 use crate::defaults::fill_root;
 use crate::diagnostic::{Code, Diagnostic, Report, Severity};
 use crate::elasticity::{ElasticBatch, Elasticity, ElasticityError, elastic_batch};
@@ -148,6 +149,20 @@ impl Unresolved {
     /// What the file gives for an option, by its canonical path: converted, and `"auto"` where that is written.
     pub fn given(&self, path: &str) -> Option<&Value> {
         lookup(&self.checked.given, path)
+    }
+
+    /// Whose defaults hold.
+    pub fn compat(&self) -> Compat {
+        Compat::of(&self.checked.given)
+    }
+
+    /// Where the meaning of the file depends on DeepSpeed's version: of what it does not give, defaults that have changed,
+    /// unless it says whose hold; and what it gives that 0.19.8 refuses.
+    pub fn drifted(&self) -> Vec<Drifted> {
+        let chosen = self.checked.given.contains_key("compat");
+        let mut found = drifted(&self.checked.given);
+        found.retain(|drifted| !chosen || drifted.what == DriftedTo::Refused);
+        found
     }
 
     fn without_autos(&self) -> Map<String, Value> {

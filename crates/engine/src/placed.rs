@@ -4,8 +4,8 @@ use ferrospeed_config::{Config, Stage};
 use ferrospeed_nn::Parameters;
 use ferrospeed_optim::GroupOptions;
 use ferrospeed_placement::buckets::Kind;
-use ferrospeed_placement::{DeviceKind, ParamFacts, Placement, Ranks, Request, Spread, place};
-use ferrospeed_zero::{data_type, update_rule};
+use ferrospeed_placement::{DeviceKind, GroupFacts, ParamFacts, Placement, Ranks, Request, Spread, place};
+use ferrospeed_zero::{data_type, group_facts};
 
 use crate::error::{EngineError, Result};
 use crate::setup::{configured_optimizer, element_type, groups_of, kept_type, model_type};
@@ -37,8 +37,8 @@ pub fn placement(
     }
     let optimizer = configured_optimizer(config)?;
     let untrained = GroupOptions { lr: 0.0, weight_decay: 0.0, betas: [0.0; 2] };
-    let options = optimizer.as_ref().map_or(untrained, |(_, options)| *options);
-    let groups = groups_of(parameters, options, spares_vectors);
+    let (rule, options) = optimizer.map_or((None, untrained), |(rule, options)| (Some(rule), options));
+    let groups = groups_of(parameters, rule.as_ref(), options, spares_vectors);
     let places: std::collections::HashMap<u64, (usize, usize)> = groups
         .iter()
         .enumerate()
@@ -57,16 +57,15 @@ pub fn placement(
             kind: if param.unit().is_some() { Kind::Leaf } else { Kind::Ordinary },
         })
         .collect();
-    let rule = optimizer.as_ref().map(|(rule, _)| rule);
-    let names = |options: &GroupOptions| rule.map_or(0, |rule| rule.state_names(options).len());
-    let states: Vec<usize> = groups.iter().map(|group| names(&group.options)).collect();
+    let groups: Vec<GroupFacts> =
+        groups.iter().map(|group| group_facts(rule.as_ref(), &group.options)).collect();
     let accumulates = config.batch.gradient_accumulation_steps.get() > 1;
     let dtype = model_type(config);
     let wire = config.communication_data_type.map_or(dtype, element_type);
     Ok(place(&Request {
         zero: &config.zero,
         params: &params,
-        states: &states,
+        groups: &groups,
         spreads: &[spread(config, on)?],
         world: on.ranks,
         device: on.device,
@@ -77,7 +76,6 @@ pub fn placement(
         reduces_each_micro_batch: config.zero.reduce_each_micro_batch,
         scales: &[config.gradient_predivide_factor != 1.0 && !config.prescale_gradients],
         parts_differ: false,
-        rule: update_rule(rule),
     }))
 }
 

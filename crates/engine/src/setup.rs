@@ -6,6 +6,7 @@ use ferrospeed_comm::topology::{DATA, MODEL};
 use ferrospeed_comm::{ExpertMembership, Group, Mesh, World};
 use ferrospeed_config::{AutoValues, Config, DataType, PipelineStages, Precision, Stage};
 use ferrospeed_nn::{Init, Parameters};
+use ferrospeed_optim::muon::Muon;
 use ferrospeed_optim::schedule::Scheduler;
 use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_pipeline::partition::Measured;
@@ -175,25 +176,66 @@ pub fn init_inference<M>(
     Ok((engine, model))
 }
 
-/// All parameters together, or where weight decay spares vectors, matrices and vectors.
-pub(crate) fn by_decay(parameters: &Parameters, spares_vectors: bool) -> Vec<Vec<Param>> {
+/// All parameters together, or where weight decay spares vectors, matrices and vectors; of Muon, hidden matrices before
+/// what is left of each. A set may be empty, so that all stages of a pipeline have as many.
+pub(crate) fn sets_of(
+    parameters: &Parameters,
+    rule: Option<&Optimizer>,
+    spares_vectors: bool,
+) -> Vec<Vec<Param>> {
     let all = parameters.as_slice().to_vec();
-    if !spares_vectors {
-        return vec![all];
-    }
-    let (matrices, vectors) = all.into_iter().partition(|param| param.whole_shape().sizes().len() > 1);
-    vec![matrices, vectors]
+    let sets = match spares_vectors {
+        false => vec![all],
+        true => {
+            let is_matrix = |param: &Param| param.whole_shape().sizes().len() > 1;
+            let (matrices, vectors) = all.into_iter().partition(is_matrix);
+            vec![matrices, vectors]
+        }
+    };
+    let Some(Optimizer::Muon(_)) = rule else { return sets };
+    let halves = |set: Vec<Param>| -> [Vec<Param>; 2] { set.into_iter().partition(is_hidden_matrix).into() };
+    sets.into_iter().flat_map(halves).collect()
 }
 
-/// Those groups with their options: the second does not decay.
+fn is_hidden_matrix(param: &Param) -> bool {
+    Muon::takes(param.name(), param.whole_shape().sizes().len())
+}
+
+/// Those sets with their options: vectors do not decay.
 pub(crate) fn groups_of(
     parameters: &Parameters,
+    rule: Option<&Optimizer>,
     options: GroupOptions,
     spares_vectors: bool,
 ) -> Vec<ParamGroup> {
     let undecayed = GroupOptions { weight_decay: 0.0, ..options };
-    let groups = by_decay(parameters, spares_vectors).into_iter().zip([options, undecayed]);
+    let of_sets: Vec<GroupOptions> = [options, undecayed]
+        .into_iter()
+        .flat_map(|of_set| match rule {
+            Some(Optimizer::Muon(muon)) => vec![muon.of_matrices(&of_set, &options), of_set],
+            _ => vec![of_set],
+        })
+        .collect();
+    let groups = sets_of(parameters, rule, spares_vectors).into_iter().zip(of_sets);
     groups.map(|(params, options)| ParamGroup { params, options }).collect()
+}
+
+/// Groups that a program gave, of Muon: hidden matrices apart, but for groups that are of matrices already.
+fn split_for_muon(muon: &Muon, groups: Vec<ParamGroup>, configured: &GroupOptions) -> Vec<ParamGroup> {
+    let halves = |group: ParamGroup| -> Vec<ParamGroup> {
+        if Muon::moves(&group.options) {
+            return vec![group];
+        }
+        let (matrices, others): (Vec<Param>, Vec<Param>) =
+            group.params.into_iter().partition(is_hidden_matrix);
+        let of_matrices = muon.of_matrices(&group.options, configured);
+        let halves = [(matrices, of_matrices), (others, group.options)].into_iter();
+        halves
+            .filter(|(params, _)| !params.is_empty())
+            .map(|(params, options)| ParamGroup { params, options })
+            .collect()
+    };
+    groups.into_iter().flat_map(halves).collect()
 }
 
 /// The same for those parameters of a model that this rank's stage uses.
@@ -212,7 +254,7 @@ pub(crate) fn initialize_part(
         && !setup.device.backend().is_host()
     {
         let why = format!(
-            "{} runs on the host only, and this rank computes on a GPU; use Adam, AdamW, SGD, Adagrad, Lion or Lamb \
+            "{} runs on the host only, and this rank computes on a GPU; use Adam, AdamW, SGD, Adagrad, Lion, Lamb or Muon \
              without maximize, amsgrad, lr_decay and initial_accumulator_value, or the CPU",
             rule.name()
         );
@@ -243,7 +285,12 @@ pub(crate) fn initialize_part(
         return Err(EngineError::Argument { what: "zero_optimization.stage", why });
     }
     let spares_vectors = options.spares_vectors;
-    let mut groups = options.groups.unwrap_or_else(|| groups_of(parameters, group_options, spares_vectors));
+    let rule = optimizer.as_ref().map(|(rule, _)| rule);
+    let mut groups = match (options.groups, rule) {
+        (Some(groups), Some(Optimizer::Muon(muon))) => split_for_muon(muon, groups, &group_options),
+        (Some(groups), _) => groups,
+        (None, rule) => groups_of(parameters, rule, group_options, spares_vectors),
+    };
     let dtype = model_type(config);
     let accumulates = config.batch.gradient_accumulation_steps.get() > 1 || options.reduces_at_step;
     let initial = FromInitializers { seed: setup.seed };

@@ -38,6 +38,10 @@ pub(crate) fn check(config: &Config, optimizer: Option<&Optimizer>, mesh: Option
             "it averages over all ranks, and ranks hold slices; use AdamW, Adam, Lamb, Lion, Adagrad or SGD";
         return refuse("optimizer.type", why);
     }
+    if matches!(optimizer, Some(Optimizer::Muon(_))) {
+        let why = "it needs whole matrices, and ranks hold slices of them; use AdamW, Adam, Lamb, Lion, Adagrad or SGD";
+        return refuse("optimizer.type", why);
+    }
     if config.section("eigenvalue").is_some_and(|section| section["enabled"] == true) {
         return refuse("eigenvalue", "it measures whole blocks, and ranks hold slices of them; remove it");
     }

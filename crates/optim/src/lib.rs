@@ -16,6 +16,7 @@ pub mod error;
 pub mod lamb;
 pub mod lion;
 pub mod loss_scale;
+pub mod muon;
 pub mod norm;
 pub mod one_bit;
 pub mod own;
@@ -42,7 +43,7 @@ pub struct GroupOptions {
     pub lr: f64,
     /// Weight decay.
     pub weight_decay: f64,
-    /// The two decay rates (momentum is `betas[0]` for SGD).
+    /// The two decay rates (for SGD, and for the matrices of Muon, the momentum first, and zero).
     pub betas: [f64; 2],
 }
 
@@ -66,6 +67,8 @@ pub enum Optimizer {
     Lion(lion::Lion),
     /// LAMB, which scales each parameter's update by the ratio of two norms.
     Lamb(lamb::Lamb),
+    /// Muon, which moves matrices by orthogonal ones, and all else as AdamW does.
+    Muon(muon::Muon),
     /// One of the framework's without a kernel on devices.
     Torch(torch::TorchOptimizer),
     /// One that exchanges momentum at one bit per value.
@@ -110,6 +113,7 @@ impl Optimizer {
             Optimizer::Adagrad(_) => "adagrad",
             Optimizer::Lion(_) => "lion",
             Optimizer::Lamb(_) => "lamb",
+            Optimizer::Muon(_) => "muon",
             Optimizer::Torch(torch) => torch.name(),
             Optimizer::OneBit(rule) => rule.name(),
             Optimizer::Own(own) => own.0.name(),
@@ -154,6 +158,17 @@ impl Optimizer {
                 }),
                 options(lamb.lr, lamb.weight_decay, lamb.betas),
             ),
+            Configured::Muon(muon) => {
+                let adam = adam::Adam {
+                    eps: muon.eps,
+                    bias_correction: true,
+                    decoupled: muon.decoupled_weight_decay,
+                };
+                (
+                    Optimizer::Muon(muon::Muon { lr: muon.lr, momentum: muon.momentum, adam }),
+                    options(muon.adam_lr, muon.weight_decay, muon.betas),
+                )
+            }
             Configured::Torch(torch) => {
                 let (optimizer, options) = torch::TorchOptimizer::from_config(&torch);
                 (Optimizer::Torch(optimizer), options)
@@ -171,14 +186,16 @@ impl Optimizer {
         match self {
             Optimizer::Adam(_) | Optimizer::Lion(_) | Optimizer::Lamb(_) | Optimizer::OneBit(_) => true,
             Optimizer::Torch(torch) => torch.has_betas(),
-            Optimizer::Sgd(_) | Optimizer::Adagrad(_) | Optimizer::Own(_) => false,
+            // One momentum cannot be cycled for both kinds of its groups.
+            Optimizer::Sgd(_) | Optimizer::Adagrad(_) | Optimizer::Muon(_) | Optimizer::Own(_) => false,
         }
     }
 
     /// The names of its states, in the order a [`Stretch`] holds them. SGD keeps its buffer only with momentum.
     pub fn state_names(&self, options: &GroupOptions) -> &'static [&'static str] {
         match self {
-            Optimizer::Adam(_) | Optimizer::Lamb(_) => &["exp_avg", "exp_avg_sq"],
+            Optimizer::Muon(_) if muon::Muon::moves(options) => &["momentum_buffer"],
+            Optimizer::Adam(_) | Optimizer::Lamb(_) | Optimizer::Muon(_) => &["exp_avg", "exp_avg_sq"],
             Optimizer::Sgd(_) if options.betas[0] == 0.0 => &[],
             Optimizer::Sgd(_) => &["momentum_buffer"],
             Optimizer::Adagrad(_) => &["sum"],
@@ -189,8 +206,8 @@ impl Optimizer {
         }
     }
 
-    /// The pass of one step. `step` counts from 1. LAMB needs [`lamb::Lamb`]'s two passes instead, and a rule of
-    /// [`one_bit`] whole parameters.
+    /// The pass of one step. `step` counts from 1. LAMB and Muon's matrices need the passes of [`lamb::Lamb`] and
+    /// [`muon::Muon`] instead, and a rule of [`one_bit`] whole parameters.
     ///
     /// # Panics
     /// For these: a bug of the caller.
@@ -204,13 +221,15 @@ impl Optimizer {
     /// The numbers of one step, for any device. `step` counts from 1. LAMB needs [`lamb::Lamb`]'s two passes instead.
     ///
     /// # Panics
-    /// For LAMB, for a rule of [`one_bit`] and for what runs on the host only: a bug of the caller.
+    /// For LAMB, for Muon's matrices, for a rule of [`one_bit`] and for what runs on the host only: a bug of the caller.
     pub fn update(&self, options: &GroupOptions, step: u64) -> Update {
         match self {
             Optimizer::Adam(rule) => rule.update(options, step),
             Optimizer::Sgd(rule) => rule.update(options, step),
             Optimizer::Adagrad(rule) => rule.update(options),
             Optimizer::Lion(rule) => rule.update(options),
+            Optimizer::Muon(rule) if !muon::Muon::moves(options) => rule.adam.update(options, step),
+            Optimizer::Muon(_) => panic!("muon moves whole matrices"),
             Optimizer::Lamb(_) | Optimizer::OneBit(_) => panic!("{} steps whole parameters", self.name()),
             Optimizer::Torch(_) | Optimizer::Own(_) => panic!("{} has no kernel", self.name()),
         }

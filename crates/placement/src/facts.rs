@@ -14,8 +14,8 @@ pub struct Request<'a> {
     pub zero: &'a Zero,
     /// All parameters of the model.
     pub params: &'a [ParamFacts],
-    /// Optimizer states per weight, by trained group.
-    pub states: &'a [usize],
+    /// What is asked of each trained group.
+    pub groups: &'a [GroupFacts],
     /// The ways of being spread: the common one, then others.
     pub spreads: &'a [Spread],
     /// Ranks of the world.
@@ -36,7 +36,14 @@ pub struct Request<'a> {
     pub scales: &'a [bool],
     /// Whether ranks hold different parts of one model, so that one of several holders of a part counts it.
     pub parts_differ: bool,
-    /// The update rule.
+}
+
+/// A trained group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GroupFacts {
+    /// Optimizer states per weight.
+    pub states: usize,
+    /// How its weights follow from gradients.
     pub rule: UpdateRule,
 }
 
@@ -145,11 +152,18 @@ pub enum UpdateRule {
     EachElementOnHost,
     /// LAMB: each tensor by its norms, which takes a walk over all elements before.
     EachTensor,
+    /// Muon: each matrix by the orthogonal one nearest to its momentum, which some rank finds from the whole of it.
+    EachMatrix,
     /// Momentum is exchanged in place of gradients.
     Momentum,
 }
 
 impl Request<'_> {
+    /// Whether any trained group has a rule.
+    pub(crate) fn has(&self, rule: UpdateRule) -> bool {
+        self.groups.iter().any(|group| group.rule == rule)
+    }
+
     pub(crate) fn stage(&self) -> Stage {
         self.zero.stage
     }

@@ -5,7 +5,7 @@
 //! a plan sums the same tiles.
 //!
 //! Read in this order: [`stage`] (where the four stages differ, in one table), [`facts`] (what is asked), [`layout`] (who owns
-//! which elements), [`share`] (values, masters and states of some parameters, as tiles), [`buckets`] (what travels together),
+//! which elements), [`matrices`] (who works on which whole ones), [`share`] (values, masters and states of some parameters, as tiles), [`buckets`] (what travels together),
 //! [`gradients`] (where gradients are between backward and step), [`program`] (what a step does), [`show`] (as text).
 //!
 //! A *share* is the parameters of one optimizer group that are spread over ranks in one way. A *tile* is a run of one rank's
@@ -15,12 +15,13 @@ pub mod buckets;
 pub mod facts;
 pub mod gradients;
 pub mod layout;
+pub mod matrices;
 pub mod program;
 pub mod share;
 pub mod show;
 pub mod stage;
 
-pub use facts::{DeviceKind, ParamFacts, Ranks, Request, Spread, Tie, UpdateRule};
+pub use facts::{DeviceKind, GroupFacts, ParamFacts, Ranks, Request, Spread, Tie, UpdateRule};
 pub use gradients::{Departure, Gradients, Kept};
 pub use program::{Action, Program, Publish};
 pub use share::{Flat, Home, Memory, Owners, Share, Tile};

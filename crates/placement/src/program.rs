@@ -51,6 +51,12 @@ pub enum Action {
         /// Which share.
         share: usize,
     },
+    /// Muon: momenta first, of which each matrix is gathered to the rank that it is dealt to, made orthogonal there, and given
+    /// back; then weights by what came back, that of what is moved left to the host.
+    UpdateMatrices {
+        /// Which share.
+        share: usize,
+    },
     /// Updates what stays with the device.
     Update {
         /// Which share.
@@ -112,20 +118,28 @@ pub(crate) fn program(
     }
     let agree = request.parts_differ || request.world > 1 && rules(request.stage()).states == Extent::Part;
     let is_away = shares.iter().any(Share::is_away);
-    let by_device = request.rule == UpdateRule::EachElement && request.device == DeviceKind::Beside;
+    let each_element = request.groups.iter().all(|group| group.rule == UpdateRule::EachElement);
+    let by_device = each_element && !request.groups.is_empty() && request.device == DeviceKind::Beside;
     if by_device && !agree && !is_away {
         actions.push(Action::StepOnDevice);
     }
-    actions
-        .push(Action::Measure { agree: agree || request.rule == UpdateRule::Momentum && request.world > 1 });
-    if request.rule == UpdateRule::Momentum {
+    let by_momentum = request.has(UpdateRule::Momentum);
+    actions.push(Action::Measure { agree: agree || by_momentum && request.world > 1 });
+    if by_momentum {
         actions.push(Action::ExchangeMomentum);
         return Program { actions };
     }
     for (index, share) in shares.iter().enumerate().filter(|(_, share)| share.trained) {
-        if request.rule == UpdateRule::EachTensor {
-            actions.push(Action::UpdateTensors { share: index });
-            continue;
+        match request.groups[share.group].rule {
+            UpdateRule::EachTensor => {
+                actions.push(Action::UpdateTensors { share: index });
+                continue;
+            }
+            UpdateRule::EachMatrix => {
+                actions.push(Action::UpdateMatrices { share: index });
+                continue;
+            }
+            _ => {}
         }
         let numel = share.stays_updated().len();
         if numel > 0 {

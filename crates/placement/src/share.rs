@@ -246,7 +246,7 @@ fn ownership(spread: &Spread, stage: Stage, trained: bool) -> Ownership {
 
 /// This rank's shares, and (share, place in it) of every parameter.
 pub(crate) fn shares(request: &Request<'_>) -> (Vec<Share>, Vec<(usize, usize)>) {
-    let groups = request.states.len();
+    let groups = request.groups.len();
     let mut members: Vec<Vec<usize>> = vec![Vec::new(); groups + 1];
     for (param, facts) in request.params.iter().enumerate() {
         members[facts.group.map_or(groups, |(group, _)| group)].push(param);
@@ -291,7 +291,7 @@ fn share(
     host_elements: &mut u64,
 ) -> Share {
     let (spread, rules) = (&request.spreads[spread_index], rules(request.stage()));
-    let trained = group < request.states.len();
+    let trained = group < request.groups.len();
     let Ownership { owners, ranks, holder, holders } = ownership(spread, request.stage(), trained);
     let numels: Vec<usize> = params.iter().map(|&param| request.params[param].numel).collect();
     let layout = match rules.cut {
@@ -319,7 +319,7 @@ fn share(
         || !values.is_with_host(request.device) && updates_elsewhere
         || !values.is_here();
     let master = (trained && apart).then(|| state(home));
-    let states = request.states.get(group).map_or(0, |&count| count);
+    let states = request.groups.get(group).map_or(0, |group| group.states);
     let is_in_memory = matches!(values.runs[..], [(_, home, _)] if home != Home::Disk);
     if rules.values == Extent::Part && request.zero.quantized_nontrainable_weights && !trained && is_in_memory
     {
@@ -407,7 +407,7 @@ impl Request<'_> {
     /// How many states of a part are moved to their home: the first ones, the share that `ratio` says.
     fn moved(&self, numel: usize) -> usize {
         // A rule that only the host knows needs all of its states there.
-        let may_stay = self.device == DeviceKind::Host || self.rule != UpdateRule::EachElementOnHost;
+        let may_stay = self.device == DeviceKind::Host || !self.has(UpdateRule::EachElementOnHost);
         if self.states_home().is_none() || !may_stay {
             return numel;
         }

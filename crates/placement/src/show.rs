@@ -71,6 +71,10 @@ impl fmt::Display for Action {
             Action::UpdateTensors { share } => {
                 write!(f, "update the tensors of share {share} in two walks, by the ratios of their norms")
             }
+            Action::UpdateMatrices { share } => write!(
+                f,
+                "update the matrices of share {share} by their momenta, each made orthogonal by the rank that has all of it"
+            ),
             Action::Update { share, numel } => {
                 write!(f, "update {numel} elements of share {share} on the device")
             }

@@ -3,11 +3,12 @@
 //!
 //! It goes tile by tile, on the host. While one tile is updated the next ones are read and the last ones written, through
 //! as many buffers as the configuration grants, and a GPU's gradients come and new weights leave (see [`crate::landing`]). A tile's update is the same pass over the same elements as it would be
-//! elsewhere, so the bits are the same too (`tile`). LAMB walks over the tiles twice before, for its norms (`lamb`). An update holds handles of all it works on and nothing of the store, so it can
+//! elsewhere, so the bits are the same too (`tile`). LAMB walks over the tiles twice before, for its norms (`lamb`), and Muon once, for its momenta (`matrices`). An update holds handles of all it works on and nothing of the store, so it can
 //! run beside the next forward (see [`crate::updates`]).
 //! (Ren et al.: "ZeRO-Offload", 2021; Rajbhandari et al.: "ZeRO-Infinity", 2021.)
 
 mod lamb;
+mod matrices;
 mod tile;
 
 use std::collections::VecDeque;
@@ -73,12 +74,14 @@ pub(crate) enum Rule {
     Pass(Pass),
     /// LAMB, whose last pass differs from parameter to parameter: by stretch of the part.
     Lamb { lamb: Lamb, options: GroupOptions, applied: Vec<(Range<usize>, Pass)> },
+    /// Muon, whose gradients become directions: the pass that finds them, and the one over weights alone.
+    Matrices { direction: Pass, apply: Pass },
 }
 
 /// What a walk over tiles is for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Visit {
-    /// To find LAMB's moments.
+    /// To find moments, of LAMB or Muon.
     Moments,
     /// To look at weights and states.
     Look,
@@ -92,7 +95,7 @@ impl Visit {
         match self {
             Visit::Moments => true,
             Visit::Look => false,
-            Visit::Update => matches!(target.rule, Rule::Pass(_)),
+            Visit::Update => !matches!(target.rule, Rule::Lamb { .. }),
         }
     }
 

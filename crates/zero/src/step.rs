@@ -159,6 +159,13 @@ impl ZeroStore {
                 let own: Vec<&Segment> = of_share(index);
                 self.lamb_step(lamb, index, share, &own, &mut stepping.away)?;
             }
+            Action::UpdateMatrices { share: index } => {
+                let (Optimizer::Muon(muon), share) = (stepping.optimizer, &state.shares[index]) else {
+                    return Ok(None);
+                };
+                let own: Vec<&Segment> = of_share(index);
+                self.matrix_step(muon, index, share, &own, &mut stepping.away)?;
+            }
             Action::Update { share: index, .. } => {
                 let share = &state.shares[index];
                 let (own, pass) = (of_share(index), stepping.optimizer.pass(&share.options, share.steps));

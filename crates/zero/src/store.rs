@@ -12,7 +12,7 @@ mod members;
 mod options;
 mod share;
 
-pub use options::{ParamGroup, StoreOptions, data_type, update_rule};
+pub use options::{ParamGroup, StoreOptions, data_type, group_facts};
 pub(crate) use share::Share;
 
 use std::collections::HashMap;

@@ -14,7 +14,7 @@ use crate::step::gradient_of;
 use crate::store::{Share, ZeroStore};
 
 /// What of some segments is updated where kernels work: each with where that starts in the part, and its length.
-fn kept<'a>(
+pub(crate) fn kept<'a>(
     share: &Share,
     segments: &'a [&Segment],
 ) -> impl Iterator<Item = (&'a Segment, usize, usize)> + use<'a> {
@@ -82,7 +82,7 @@ impl ZeroStore {
     }
 
     /// One pass over some operands, where kernels work.
-    fn apply(&self, pieces: &[UpdateOperands], gradient_factor: f32, pass: &Pass) -> Result<()> {
+    pub(crate) fn apply(&self, pieces: &[UpdateOperands], gradient_factor: f32, pass: &Pass) -> Result<()> {
         if pieces.is_empty() {
             return Ok(());
         }

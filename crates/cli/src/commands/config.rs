@@ -10,7 +10,7 @@ use clap::{Args, Subcommand};
 use ferrospeed_command::Failure;
 use ferrospeed_command::hub::HubName;
 use ferrospeed_command::terminal::{self, Colour, Paint};
-use ferrospeed_config::{AutoValues, Config, ConfigError, Diagnostic, Report, Severity, Unresolved};
+use ferrospeed_config::{AutoValues, Config, ConfigError, Diagnostic, Drifted, Report, Severity, Unresolved};
 use ferrospeed_engine::refusals;
 use ferrospeed_train::recipe::trainer_defaults;
 use ferrospeed_train::{FromHub, Recipe, TrainError, layer_reduction_problem};
@@ -171,7 +171,9 @@ fn print(text: &str) -> Result<ExitCode, Failure> {
 }
 
 fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
+    let mut drifted = Vec::new();
     let examined = args.input.open(args.world_size).and_then(|input| {
+        drifted = input.read.drifted();
         let report = match args.world_size.or(input.ranks()) {
             Some(ranks) => match input.read.resolve(ranks, &input.auto) {
                 Ok((_, report)) | Err(ConfigError::Invalid(report)) => report,
@@ -225,18 +227,31 @@ fn check(args: &CheckArgs) -> Result<ExitCode, Failure> {
         let (problems, notes) =
             (problems.iter().map(of_recipe("error")), notes.iter().map(of_recipe("warning")));
         let findings: Vec<Value> = report.all().iter().map(as_json).chain(problems).chain(notes).collect();
-        let document =
-            json!({"ok": errors == 0, "errors": errors, "warnings": warnings, "findings": findings});
+        let document = json!({"ok": errors == 0, "errors": errors, "warnings": warnings, "findings": findings, "drifted": drifted.iter().map(ToString::to_string).collect::<Vec<_>>()});
         terminal::print_output(&serde_json::to_string_pretty(&document).unwrap_or_default())?;
     } else {
         print_findings(&report);
         problems.iter().for_each(|why| terminal::print_error(&format!("{}: {why}", args.input.file)));
         notes.iter().for_each(|why| terminal::print_note(&format!("{}: {why}", args.input.file)));
+        print_drifted(&args.input.file, &drifted);
         let verdict = if errors == 0 { "can be used" } else { "cannot be used" };
         let line = format!("{}: {verdict}: {errors} error(s), {warnings} warning(s)", args.input.file);
         terminal::print_output(&line)?;
     }
     Ok(ExitCode::from(if errors == 0 { 0 } else { 2 }))
+}
+
+/// Says where a file means one thing by DeepSpeed 0.14.1 and another by 0.19.8.
+fn print_drifted(file: &str, drifted: &[Drifted]) {
+    if drifted.is_empty() {
+        return;
+    }
+    let each: Vec<String> = drifted.iter().map(ToString::to_string).collect();
+    let chosen = "`compat` says whose defaults hold, 0.14.1's where it is not given";
+    terminal::print_line(&format!(
+        "{file}: what it means depends on DeepSpeed's version: {}; {chosen}",
+        each.join("; ")
+    ));
 }
 
 /// What is to be said where nothing but a recipe knows the values of `"auto"`s.

@@ -34,6 +34,8 @@ pub struct Key {
     pub status: Status,
     /// Set on old spellings.
     pub deprecated: Option<Deprecated>,
+    /// Set where DeepSpeed's versions disagree about it.
+    pub drift: Option<Drift>,
     /// One line for the manual.
     pub doc: &'static str,
 }
@@ -65,6 +67,20 @@ pub enum Deprecated {
     },
     /// It never did anything; the text says what to do instead.
     NoEffect(&'static str),
+}
+
+/// What became of an option between DeepSpeed 0.14.1 and 0.19.8.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Drift {
+    /// Another default.
+    Default {
+        /// The new one, as JSON.
+        default: &'static str,
+        /// The first version that has it.
+        since: &'static str,
+    },
+    /// 0.19.8 refuses a file that gives it.
+    Refused,
 }
 
 /// The type and range of a value.
@@ -205,6 +221,7 @@ pub(crate) const fn key(name: &'static str, kind: Kind, default: &'static str, d
         required: false,
         status: Status::NotYet,
         deprecated: None,
+        drift: None,
         doc,
     }
 }
@@ -237,6 +254,18 @@ impl Key {
     /// Its section needs it.
     pub(crate) const fn required(mut self) -> Key {
         self.required = true;
+        self
+    }
+
+    /// It has another default since a version.
+    pub(crate) const fn since(mut self, since: &'static str, default: &'static str) -> Key {
+        self.drift = Some(Drift::Default { default, since });
+        self
+    }
+
+    /// DeepSpeed 0.19.8 refuses it.
+    pub(crate) const fn refused_later(mut self) -> Key {
+        self.drift = Some(Drift::Refused);
         self
     }
 

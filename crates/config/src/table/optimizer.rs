@@ -84,6 +84,30 @@ const LAMB: &[Key] = &[
     MIN_COEFF,
 ];
 
+const MUON: &[Key] = &[
+    key("lr", NON_NEGATIVE, "null", "Learning rate, where the next two are not given.").done(),
+    key("muon_lr", NON_NEGATIVE, "null", "Learning rate of hidden matrices; `null` is `lr`, or else 0.02.")
+        .done(),
+    key("adam_lr", NON_NEGATIVE, "null", "Learning rate of all else; `null` is `lr`, or else 0.0003.").done(),
+    key("momentum", BETA, "0.95", "Decay of the matrices' momentum, which looks one step ahead (Nesterov).")
+        .done(),
+    WEIGHT_DECAY,
+    key("betas", BETAS, "[0.9, 0.95]", "Decay of the two moments of all else.").done(),
+    key("eps", NON_NEGATIVE, "1e-10", "Added to their denominator.").done(),
+    key(
+        "adam_w_mode",
+        Kind::Bool,
+        "true",
+        "Decay what is no matrix directly (AdamW) instead of through the gradient.",
+    )
+    .done(),
+    key("ns_method", choice(&["gram", "standard"]), "\"gram\"", "In which order DeepSpeed multiplies.")
+        .inert("both are one iteration; here it runs in f32, in the order of the paper"),
+    key("per_head_muon", Kind::Bool, "false", "Make the matrices of each head orthogonal by themselves.")
+        .done(),
+    key("torch_adam", Kind::Bool, "false", "Use the framework's own Adam.").inert("there is one Adam here"),
+];
+
 const FREEZE_STEP: Key = key(
     "freeze_step",
     POSITIVE_COUNT,
@@ -225,7 +249,7 @@ pub(super) const OPTIMIZERS: &[Variant] = &[
     done("OneBitAdam", ONE_BIT_ADAM),
     done("ZeroOneAdam", ZERO_ONE_ADAM),
     done("OneBitLamb", ONE_BIT_LAMB),
-    not_yet("Muon", None),
+    done("Muon", MUON),
     not_yet("MuAdam", None),
     not_yet("MuAdamW", None),
     not_yet("MuSGD", None),

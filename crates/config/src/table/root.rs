@@ -17,6 +17,13 @@ const ZERO_SECTION: Kind = Kind::Either(&[Kind::Section(ZERO, Form::Schema), Kin
 /// Every top-level option.
 pub const ROOT: &[Key] = &[
     key(
+        "compat",
+        choice(crate::compat::VERSIONS),
+        "\"0.14.1\"",
+        "The DeepSpeed whose defaults hold for what a file does not say; `config check` names those that differ. (Ferrospeed's own.)",
+    )
+    .done(),
+    key(
         "train_batch_size",
         POSITIVE_COUNT,
         "null",
@@ -53,7 +60,8 @@ pub const ROOT: &[Key] = &[
         "Report progress every this many optimizer steps; `null` and infinity, which accelerate writes, never do.",
     )
     .nullable()
-    .done(),
+    .done()
+    .since("0.15.2", "null"),
     key("fp16", Kind::Section(FP16, Form::Plain), "{}", "Half-precision training with loss scaling.").done(),
     key("bf16", Kind::Section(BF16, Form::Plain), "{}", "bfloat16 training.").done(),
     key("bfloat16", Kind::Section(BF16, Form::Plain), "null", "Old name of `bf16`.")
@@ -63,9 +71,10 @@ pub const ROOT: &[Key] = &[
         Kind::Section(AMP, Form::Plain),
         "{}",
         "NVIDIA Apex mixed precision; there is no Apex here, use `fp16` or `bf16`.",
-    ),
+    ).refused_later(),
     key("gradient_clipping", NON_NEGATIVE, "0.0", "Largest global gradient norm; 0 turns clipping off.")
-        .done(),
+        .done()
+        .since("0.19.3", "1.0"),
     key(
         "prescale_gradients",
         Kind::Bool,
@@ -86,7 +95,7 @@ pub const ROOT: &[Key] = &[
         "false",
         "Exchange embedding gradients as rows instead of whole tables (stage 0; a warning in others).",
     )
-    .done(),
+    .done().refused_later(),
     key(
         "communication_data_type",
         COMMUNICATION_TYPE,
@@ -195,7 +204,7 @@ pub const ROOT: &[Key] = &[
         "{}",
         "Batch sizes that stay valid when the number of ranks changes.",
     )
-    .done(),
+    .done().refused_later(),
     key(
         "autotuning",
         Kind::Section(AUTOTUNING, Form::Plain),
@@ -216,35 +225,35 @@ pub const ROOT: &[Key] = &[
         "null",
         "Sequence-length curriculum (the older form; see `data_efficiency`).",
     )
-    .done(),
+    .done().refused_later(),
     key(
         "progressive_layer_drop",
         Kind::Section(PROGRESSIVE_LAYER_DROP, Form::Plain),
         "null",
         "Drop layers at random, more and more of them.",
     )
-    .done(),
+    .done().refused_later(),
     key(
         "eigenvalue",
         Kind::Section(EIGENVALUE, Form::Plain),
         "{}",
         "Largest Hessian eigenvalue per block, for quantisation schedules.",
     )
-    .done(),
+    .done().refused_later(),
     key(
         "compression_training",
         Kind::Section(COMPRESSION, Form::Plain),
         "{}",
         "Training a model to be compressed: weights and activations in few bits, pruning.",
     )
-    .done(),
+    .done().refused_later(),
     key(
         "sparse_attention",
         SPARSE_ATTENTION,
         "null",
         "Attention over some blocks of keys alone: decoders that `train` trains have it, a program's own model asks the engine for it.",
     )
-    .done(),
+    .done().refused_later(),
     key(
         "hybrid_engine",
         Kind::Section(HYBRID_ENGINE, Form::Schema),
@@ -260,7 +269,7 @@ pub const ROOT: &[Key] = &[
     ),
     key("compile", Kind::Section(COMPILE, Form::Schema), "{}", "Graph compilation by the tensor framework.")
         .inert("models are compiled ahead of time here"),
-    key("nebula", Kind::Section(NEBULA, Form::Plain), "{}", "Azure's asynchronous checkpoint service."),
+    key("nebula", Kind::Section(NEBULA, Form::Plain), "{}", "Azure's asynchronous checkpoint service.").refused_later(),
     key("dataloader_drop_last", Kind::Bool, "false", "Drop the last batch when it is not full.").done(),
     key(
         "use_data_before_expert_parallelism",
@@ -307,7 +316,7 @@ pub const ROOT: &[Key] = &[
     key("timers", Kind::Section(TIMERS, Form::Plain), "{}", "What is timed."),
     key("datastates_ckpt", Kind::Json, "null", "Checkpoints by DataStates.")
         .inert("checkpoints are written in the background here"),
-    key("graph_harvesting", Kind::Bool, "false", "Capture and replay device graphs in the bf16 optimizer."),
+    key("graph_harvesting", Kind::Bool, "false", "Capture and replay device graphs in the bf16 optimizer.").refused_later(),
     key("vocabulary_size", POSITIVE_COUNT, "null", "Only checked: a multiple of 8 is faster.").done(),
     key("disable_allgather", Kind::Bool, "false", "Has never done anything.")
         .inert("it has never done anything in DeepSpeed either"),
@@ -324,5 +333,5 @@ pub const ROOT: &[Key] = &[
         "null",
         "Obsolete form of `compression_training.weight_quantization`.",
     )
-    .inert("it is obsolete; use `compression_training.weight_quantization`"),
+    .inert("it is obsolete; use `compression_training.weight_quantization`").refused_later(),
 ];

@@ -47,7 +47,16 @@ const ONE_CYCLE: &[Key] = &[
     LAST_ITERATION,
 ];
 
-const WARMUP_LR: &[Key] = &[WARMUP_MIN, WARMUP_MAX, WARMUP_STEPS, WARMUP_TYPE, LAST_ITERATION];
+const WARMUP_LR: &[Key] = &[
+    WARMUP_MIN,
+    key("warmup_max_lr", RATE_OR_RATES, "0.001", "Learning rate at its end; `null` means the optimizer's.")
+        .nullable()
+        .done()
+        .since("0.17.2", "null"),
+    WARMUP_STEPS,
+    WARMUP_TYPE,
+    LAST_ITERATION,
+];
 const WARMUP_DECAY_LR: &[Key] =
     &[TOTAL_STEPS, WARMUP_MIN, WARMUP_MAX, WARMUP_STEPS, WARMUP_TYPE, LAST_ITERATION];
 const WARMUP_COSINE_LR: &[Key] = &[

@@ -19,7 +19,8 @@ const OFFLOAD_PARAM: &[Key] = &[
     )
     .done(),
     key("pin_memory", Kind::Bool, "false", "Page-lock the host buffers.")
-        .inert("copies to and from a GPU always go through page-locked buffers"),
+        .inert("copies to and from a GPU always go through page-locked buffers")
+        .since("0.19.5", "true"),
 ];
 
 const OFFLOAD_OPTIMIZER: &[Key] = &[
@@ -32,7 +33,8 @@ const OFFLOAD_OPTIMIZER: &[Key] = &[
         "false",
         "Gradients leave a GPU for page-locked memory while backward goes on; with `nvme`, its buffers are page-locked and kept between steps.",
     )
-    .done(),
+    .done()
+    .since("0.19.5", "true"),
     key("pipeline_read", Kind::Bool, "false", "Read the next states while these are updated.")
         .inert("the next states are always read ahead, as far as buffer_count allows"),
     key("pipeline_write", Kind::Bool, "false", "Write the last states while these are updated.")
@@ -189,7 +191,8 @@ pub(super) const ZERO: &[Key] = &[
     key("enable_sanity_checks", Kind::Bool, "false", "Check that ranks agree.")
         .inert("ranks always check that they agree"),
     key("save_muon_momentum_buffer_in_memory", Kind::Bool, "false", "Where Muon's momentum stays (stage 3)."),
-    key("zeropp_loco_param", Kind::Json, "null", "LoCo: make up for the error of quantised gradients."),
+    key("zeropp_loco_param", Kind::Json, "null", "LoCo: make up for the error of quantised gradients.")
+        .refused_later(),
     key("zero_hpz_partition_size", COUNT, "1", "ZeRO++: ranks that hold a second copy of the parameters.").done(),
     key("zero_quantized_weights", Kind::Bool, "false", "ZeRO++: gather parameters as int8.").done(),
     key(
@@ -206,14 +209,16 @@ pub(super) const ZERO: &[Key] = &[
         "-1",
         "MiCS: ranks that share one copy of the model states; 0 or less turns it off.",
     )
-    .done(),
+    .done()
+    .refused_later(),
     key(
         "mics_hierarchical_params_gather",
         Kind::Bool,
         "false",
         "MiCS: gather between nodes first, then within.",
     )
-    .inert("a shard that spans hosts is always gathered in two levels"),
+    .inert("a shard that spans hosts is always gathered in two levels")
+    .refused_later(),
     key(
         "memory_efficient_linear",
         Kind::Bool,

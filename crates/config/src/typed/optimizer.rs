@@ -18,6 +18,8 @@ pub enum Optimizer {
     Lion(Lion),
     /// LAMB.
     Lamb(Lamb),
+    /// Muon for matrices, AdamW for all else.
+    Muon(Muon),
     /// One of the framework's.
     Torch(Torch),
     /// One that exchanges momentum at one bit per value.
@@ -106,6 +108,25 @@ pub struct Lamb {
     pub min_coeff: f64,
 }
 
+/// Parameters of Muon.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Muon {
+    /// Learning rate of hidden matrices.
+    pub lr: f64,
+    /// Learning rate of all else.
+    pub adam_lr: f64,
+    /// Decay of the matrices' momentum.
+    pub momentum: f64,
+    /// Decay of the two moments of all else.
+    pub betas: [f64; 2],
+    /// Added to their denominator.
+    pub eps: f64,
+    /// Weight decay.
+    pub weight_decay: f64,
+    /// Decay what is no matrix directly (AdamW) instead of through the gradient.
+    pub decoupled_weight_decay: bool,
+}
+
 impl Optimizer {
     /// The learning rate, where it is known.
     pub fn lr(&self) -> Option<f64> {
@@ -115,6 +136,7 @@ impl Optimizer {
             | Optimizer::Adagrad(Adagrad { lr, .. })
             | Optimizer::Lion(Lion { lr, .. })
             | Optimizer::Lamb(Lamb { lr, .. })
+            | Optimizer::Muon(Muon { lr, .. })
             | Optimizer::Torch(Torch { lr, .. })
             | Optimizer::OneBit(OneBit { lr, .. }) => Some(*lr),
             Optimizer::NotYet { params, .. } => params.get("lr").and_then(Value::as_f64),
@@ -125,7 +147,8 @@ impl Optimizer {
     pub fn states_per_parameter(&self) -> Option<u64> {
         match self {
             Optimizer::Adam(_) | Optimizer::Lamb(_) => Some(2),
-            Optimizer::Adagrad(_) | Optimizer::Lion(_) => Some(1),
+            // Nearly all weights are in matrices.
+            Optimizer::Adagrad(_) | Optimizer::Lion(_) | Optimizer::Muon(_) => Some(1),
             Optimizer::Sgd(sgd) => Some(u64::from(sgd.momentum != 0.0)),
             Optimizer::Torch(torch) => Some(torch.states_per_parameter()),
             Optimizer::OneBit(one_bit) => Some(one_bit.states_per_parameter()),
@@ -157,6 +180,24 @@ pub(super) fn build(full: &Map<String, Value>) -> Result<Option<Optimizer>, Stri
         "Adagrad" => Optimizer::Adagrad(read.get(params)?),
         "Lion" => Optimizer::Lion(read.get(params)?),
         "Lamb" => Optimizer::Lamb(read.get(params)?),
+        "Muon" => Optimizer::Muon(muon(&read)?),
         _ => Optimizer::NotYet { name, params: read.get::<Option<_>>(params)?.unwrap_or_default() },
     }))
+}
+
+/// Each kind's own rate before the common one, and the rates of the paper where neither is given.
+fn muon(read: &Reader<'_>) -> Result<Muon, String> {
+    let common: Option<f64> = read.get("optimizer.params.lr")?;
+    let rate = |key: &str, default: f64| -> Result<f64, String> {
+        Ok(read.get::<Option<f64>>(&format!("optimizer.params.{key}"))?.or(common).unwrap_or(default))
+    };
+    Ok(Muon {
+        lr: rate("muon_lr", 0.02)?,
+        adam_lr: rate("adam_lr", 3e-4)?,
+        momentum: read.get("optimizer.params.momentum")?,
+        betas: read.get("optimizer.params.betas")?,
+        eps: read.get("optimizer.params.eps")?,
+        weight_decay: read.get("optimizer.params.weight_decay")?,
+        decoupled_weight_decay: read.get("optimizer.params.adam_w_mode")?,
+    })
 }

@@ -97,8 +97,8 @@ pub struct OneCycle {
 pub struct WarmupLr {
     /// Learning rate at the start.
     pub warmup_min_lr: PerGroup,
-    /// Learning rate after the warm-up.
-    pub warmup_max_lr: PerGroup,
+    /// Learning rate after the warm-up; `None` is that of each group.
+    pub warmup_max_lr: Option<PerGroup>,
     /// Steps of warm-up.
     pub warmup_num_steps: u64,
     /// Its shape.

@@ -376,3 +376,49 @@ fn infinity_as_python_writes_it_is_never() {
     );
     resolved("{ \"train_batch_size\": 8, \"compile\": { \"disable\": false, \"backend\": \"inductor\" } }");
 }
+
+#[test]
+fn a_version_of_deepspeed_brings_its_defaults_with_it() {
+    let resolved = |compat: &str| {
+        let text = format!(
+            r#"{{ {compat} "train_batch_size": 8, "optimizer": {{ "type": "AdamW", "params": {{ "lr": 0.1 }} }},
+                 "scheduler": {{ "type": "WarmupLR", "params": {{}} }},
+                 "zero_optimization": {{ "stage": 2, "offload_optimizer": {{ "device": "cpu" }} }} }}"#
+        );
+        let read = Config::from_str("ds.json", &text).expect("readable");
+        let (config, _) = read.resolve(1.try_into().expect("1"), &AutoValues::new()).expect("valid");
+        let full = config.to_json();
+        let pinned = full["zero_optimization"]["offload_optimizer"]["pin_memory"].clone();
+        let highest = full["scheduler"]["params"]["warmup_max_lr"].clone();
+        (config.gradient_clipping, config.steps_per_print, pinned, highest)
+    };
+    let old = (None, Some(10), false.into(), 0.001.into());
+    assert_eq!(resolved(""), old);
+    assert_eq!(resolved(r#""compat": "0.14.1","#), old);
+    assert_eq!(resolved(r#""compat": "0.19.8","#), (Some(1.0), None, true.into(), serde_json::Value::Null));
+}
+
+#[test]
+fn where_a_file_depends_on_the_version_it_says_so() {
+    let drifted = |text: &str| -> Vec<String> {
+        let read = Config::from_str("ds.json", text).expect("readable");
+        read.drifted().iter().map(ToString::to_string).collect()
+    };
+    assert_eq!(
+        drifted(r#"{ "train_batch_size": 8, "elasticity": { "enabled": true }, "offload_nothing_": 1 }"#),
+        [
+            "`steps_per_print` is not given, which is 10, and null since 0.15.2",
+            "`gradient_clipping` is not given, which is 0.0, and 1.0 since 0.19.3",
+            "`elasticity` is given, which 0.19.8 refuses",
+        ]
+    );
+    let said = r#"{ "compat": "0.19.8", "sparse_gradients": true, "eigenvalue": { "enabled": false } }"#;
+    assert_eq!(drifted(said), ["`sparse_gradients` is given, which 0.19.8 refuses"]);
+    let told = r#"{ "gradient_clipping": 1.0, "steps_per_print": 10, "zero_optimization": { "offload_optimizer": {} } }"#;
+    assert_eq!(
+        drifted(told),
+        [
+            "`zero_optimization.offload_optimizer.pin_memory` is not given, which is false, and true since 0.19.5"
+        ]
+    );
+}

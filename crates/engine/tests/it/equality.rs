@@ -161,7 +161,7 @@ fn one_reduction_serves_an_accumulation_in_stages_0_and_1() {
 
 #[test]
 fn stages_agree_for_every_optimizer() {
-    for optimizer in ["Adam", "AdamW", "SGD", "Adagrad", "Lion", "Lamb"] {
+    for optimizer in ["Adam", "AdamW", "SGD", "Adagrad", "Lion", "Lamb", "Muon"] {
         let config = |stage| {
             let mut config = configuration(stage, "bf16", 1, 0.5, optimizer);
             if optimizer == "SGD" {

@@ -52,7 +52,7 @@ fn states_in_host_memory_are_updated_as_on_the_device() {
 
 #[test]
 fn state_in_host_memory_gives_the_same_bits_in_every_stage_and_wherever_weights_are() {
-    for (ranks, optimizer) in [(1, "AdamW"), (2, "AdamW"), (1, "Lamb"), (2, "Lamb")] {
+    for (ranks, optimizer) in [(1, "AdamW"), (2, "AdamW"), (1, "Lamb"), (2, "Lamb"), (2, "Muon")] {
         for precision in ["fp32", "bf16"] {
             let plain = in_memory(configuration(precision, 1, optimizer));
             let reference = train(ranks, plain.clone());
@@ -74,7 +74,7 @@ fn state_in_host_memory_gives_the_same_bits_in_every_stage_and_wherever_weights_
 fn gradients_that_leave_while_backward_goes_on_give_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
     for (ranks, micro_steps, precision) in [(1, 1, "bf16"), (1, 3, "bf16"), (2, 1, "fp32"), (2, 2, "bf16")] {
-        for optimizer in ["AdamW", "Lamb"] {
+        for optimizer in ["AdamW", "Lamb", "Muon"] {
             for stage in [1, 2, 3] {
                 let mut plain = in_memory(configuration(precision, micro_steps, optimizer));
                 plain["zero_optimization"]["stage"] = json!(stage);
@@ -116,7 +116,7 @@ fn a_device_holds_no_gradients_that_have_left() {
 #[test]
 fn every_optimizer_works_on_a_disk() {
     let folder = tempfile::tempdir().unwrap();
-    for optimizer in ["Adam", "SGD", "Adagrad", "Lion", "Lamb"] {
+    for optimizer in ["Adam", "SGD", "Adagrad", "Lion", "Lamb", "Muon"] {
         let plain = configuration("bf16", 1, optimizer);
         let away = offloaded(plain.clone(), COMBINATIONS[2], folder.path());
         assert_eq!(train(2, away), train(2, in_memory(plain)), "{optimizer}");

@@ -184,6 +184,44 @@ fn an_optimizer_and_a_schedule_of_ones_own_train_in_all_stages_and_go_on_from_a_
 }
 
 #[test]
+fn muon_goes_on_in_another_stage_where_it_was_saved() {
+    let place = Arc::new(tempfile::tempdir().unwrap());
+    let muon = json!({"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 1e-3, "weight_decay": 0.1}});
+    let run = |stage: u8, other: Option<u8>| {
+        let (place, muon) = (place.clone(), muon.clone());
+        on_ranks(2, move |world| {
+            let rank = world.rank();
+            let (model, parameters) = Model::build(&description());
+            let mut engine =
+                common::engine(world.clone(), &ds_config(stage, muon.clone()), &parameters, None, None, 1);
+            (0..2).for_each(|number| drop(step(&mut engine, &model, number, rank)));
+            let (model, parameters) = match other {
+                None => (model, parameters),
+                Some(other) => {
+                    let folder = place.path().join(format!("{stage}"));
+                    engine.save_checkpoint(&folder, &SaveOptions::default()).unwrap();
+                    let (model, parameters) = Model::build(&description());
+                    engine = common::engine(world, &ds_config(other, muon.clone()), &parameters, None, None, 1);
+                    engine.load_checkpoint(&folder, &LoadOptions::default()).unwrap();
+                    (model, parameters)
+                }
+            };
+            step(&mut engine, &model, 2, rank);
+            assert_eq!(engine.get_lr(), [0.02, 1e-3], "hidden matrices, and all else");
+            let matrix =
+                parameters.as_slice().iter().find(|param| param.name().contains("qkv.weight")).unwrap();
+            let momentum = engine.store().full(matrix, Which::State("momentum_buffer")).unwrap();
+            assert!(momentum.iter().any(|value| *value != 0.0));
+            weights(&engine, &parameters, Which::Weight)
+        })
+    };
+    let whole = run(0, None);
+    for stage in 0..=3 {
+        assert!(run(stage, Some((stage + 1) % 4)) == whole, "stage {stage}, continued in another");
+    }
+}
+
+#[test]
 fn a_model_that_is_no_list_of_layers_is_not_trained_in_place_of_a_pipeline() {
     let mut value = ds_config(0, json!({"type": "Adam", "params": {}}));
     value["pipeline"] = json!({"stages": 2});

@@ -128,6 +128,8 @@ fn tied_weights_of_a_model_train_as_one(which: Which) {
         (0, "1f1b", "AdamW"),
         (0, "1f1b", "Lamb"),
         (1, "1f1b", "Lamb"),
+        (0, "1f1b", "Muon"),
+        (1, "1f1b", "Muon"),
         (1, "1f1b", "AdamW"),
         (1, "interleaved:2", "AdamW"),
         (1, "zb-h1", "AdamW"),

@@ -140,7 +140,9 @@ impl Scheduler {
             }
             Configured::WarmupLr(params) => {
                 per_group("warmup_min_lr", &params.warmup_min_lr, count)?;
-                per_group("warmup_max_lr", &params.warmup_max_lr, count)?;
+                if let Some(rates) = &params.warmup_max_lr {
+                    per_group("warmup_max_lr", rates, count)?;
+                }
                 let start = params.last_batch_iteration;
                 ("WarmupLR", Arc::new(params), start)
             }

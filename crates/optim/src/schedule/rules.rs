@@ -70,9 +70,10 @@ fn between(min: f64, max: f64, share: f64) -> f64 {
 }
 
 impl Schedule for WarmupLr {
-    fn rates(&self, iteration: i64, group: usize, _: &GroupOptions) -> Rates {
+    fn rates(&self, iteration: i64, group: usize, base: &GroupOptions) -> Rates {
         let share = warmup(iteration, self.warmup_num_steps, self.warmup_type).unwrap_or(1.0);
-        Rates::lr(between(of_group(&self.warmup_min_lr, group), of_group(&self.warmup_max_lr, group), share))
+        let highest = self.warmup_max_lr.as_ref().map_or(base.lr, |rates| of_group(rates, group));
+        Rates::lr(between(of_group(&self.warmup_min_lr, group), highest, share))
     }
 }
 

@@ -3,7 +3,7 @@
 use ferrospeed_config::{AutoValues, Config, DataType};
 use ferrospeed_placement::buckets::Kind;
 use ferrospeed_placement::{
-    DeviceKind, ParamFacts, Placement, Ranks, Request, Spread, Tie, UpdateRule, place,
+    DeviceKind, GroupFacts, ParamFacts, Placement, Ranks, Request, Spread, Tie, UpdateRule, place,
 };
 use serde_json::{Value, json};
 
@@ -45,7 +45,10 @@ impl Asked {
         place(&Request {
             zero: &config.zero,
             params: &params,
-            states: &[2],
+            groups: &[GroupFacts {
+                states: if self.rule == UpdateRule::EachMatrix { 1 } else { 2 },
+                rule: self.rule,
+            }],
             spreads: &[spread],
             world: self.ranks,
             device: self.device,
@@ -56,7 +59,6 @@ impl Asked {
             reduces_each_micro_batch: false,
             scales: &[false],
             parts_differ: false,
-            rule: self.rule,
         })
     }
 }
@@ -95,6 +97,7 @@ fn modes() -> Vec<(&'static str, Asked)> {
         ("GPUs, stage 3, all on a disk", Asked::on_gpu(on_disk.clone())),
         ("stage 3, all on a disk", Asked::of(on_disk)),
         ("LAMB, stage 1", rule(1, UpdateRule::EachTensor)),
+        ("Muon, stage 1", rule(1, UpdateRule::EachMatrix)),
         ("1-bit Adam", rule(0, UpdateRule::Momentum)),
         ("a weight of two stages, stage 0", Asked { tie: Some(tie), ..host_of(0) }),
     ]

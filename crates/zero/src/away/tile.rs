@@ -82,6 +82,14 @@ impl AwayUpdate {
                     self.update_piece(target, tile, &columns, piece, &mut outgoing)?;
                 }
             }
+            Rule::Matrices { apply, .. } => {
+                for segment in &target.segments {
+                    let Some((start, len)) = segment.within(tile) else { continue };
+                    let gradient = gradient(segment, landed, tile, start, len)?;
+                    let piece = Piece { start, gradient, factor: 1.0, states: Vec::new(), pass: apply };
+                    self.update_piece(target, tile, &columns, piece, &mut outgoing)?;
+                }
+            }
             Rule::Lamb { lamb, options, applied } => {
                 let directions = self.directions_again(lamb, options, target, tile, &columns)?;
                 for (range, pass) in applied {

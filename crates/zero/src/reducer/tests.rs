@@ -1,7 +1,7 @@
 //! What the reducer does on a rank of its own.
 
 use ferrospeed_config::{AutoValues, Config};
-use ferrospeed_placement::{DeviceKind, ParamFacts, Ranks, Request, Spread, UpdateRule, place};
+use ferrospeed_placement::{DeviceKind, GroupFacts, ParamFacts, Ranks, Request, Spread, UpdateRule, place};
 
 use super::*;
 use crate::sharding::Sharding;
@@ -22,7 +22,7 @@ fn reducer(numels: &[usize], accumulates: bool) -> Reducer {
     let placement = place(&Request {
         zero: &config.zero,
         params: &params,
-        states: &[0],
+        groups: &[GroupFacts { states: 0, rule: UpdateRule::EachElement }],
         spreads: &[Spread::over(Ranks::alone())],
         world: 1,
         device: DeviceKind::Host,
@@ -33,7 +33,6 @@ fn reducer(numels: &[usize], accumulates: bool) -> Reducer {
         reduces_each_micro_batch: true,
         scales: &[false],
         parts_differ: false,
-        rule: UpdateRule::EachElement,
     });
     let shapes = numels.iter().map(|&numel| (Shape::from([numel]), DType::F32)).collect();
     let numel = placement.shares[0].layout.part_numel;

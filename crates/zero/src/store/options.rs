@@ -3,9 +3,12 @@
 use ferrospeed_collective::hops::Hops;
 use ferrospeed_comm::Group;
 use ferrospeed_config::{DataType, Zero};
+use ferrospeed_optim::muon::Muon;
 use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_placement::buckets::Kind;
-use ferrospeed_placement::{DeviceKind, ParamFacts, Placement, Request, Spread, UpdateRule, place};
+use ferrospeed_placement::{
+    DeviceKind, GroupFacts, ParamFacts, Placement, Request, Spread, UpdateRule, place,
+};
 use ferrospeed_tensor::{DType, Device, Param};
 
 use crate::homes::Homes;
@@ -99,16 +102,14 @@ pub(super) fn placement(
         kind: known.kinds[index],
     };
     let params: Vec<ParamFacts> = known.params.iter().enumerate().map(facts).collect();
-    let names = |group: &ParamGroup| {
-        options.optimizer.as_ref().map_or(0, |optimizer| optimizer.state_names(&group.options).len())
-    };
-    let states: Vec<usize> = groups.iter().map(names).collect();
+    let optimizer = options.optimizer.as_ref();
+    let groups: Vec<GroupFacts> = groups.iter().map(|group| group_facts(optimizer, &group.options)).collect();
     let spreads: Vec<Spread> = shardings.iter().map(|sharding| sharding.spread()).collect();
     let scales: Vec<bool> = shardings.iter().map(|sharding| road(options, sharding, None).scales()).collect();
     place(&Request {
         zero: options.zero,
         params: &params,
-        states: &states,
+        groups: &groups,
         spreads: &spreads,
         world,
         device: if device.backend().is_host() { DeviceKind::Host } else { DeviceKind::Beside },
@@ -119,15 +120,21 @@ pub(super) fn placement(
         reduces_each_micro_batch: options.reduces_each_micro_batch,
         scales: &scales,
         parts_differ: options.agreement.is_some(),
-        rule: update_rule(options.optimizer.as_ref()),
     })
 }
 
-/// How an optimizer's weights follow from gradients.
-pub fn update_rule(optimizer: Option<&Optimizer>) -> UpdateRule {
+/// What an optimizer asks of a group with these options.
+pub fn group_facts(optimizer: Option<&Optimizer>, options: &GroupOptions) -> GroupFacts {
+    let states = optimizer.map_or(0, |optimizer| optimizer.state_names(options).len());
+    GroupFacts { states, rule: update_rule(optimizer, options) }
+}
+
+/// How a group's weights follow from gradients.
+fn update_rule(optimizer: Option<&Optimizer>, options: &GroupOptions) -> UpdateRule {
     match optimizer {
         None => UpdateRule::None,
         Some(Optimizer::Lamb(_)) => UpdateRule::EachTensor,
+        Some(Optimizer::Muon(_)) if Muon::moves(options) => UpdateRule::EachMatrix,
         Some(Optimizer::OneBit(_)) => UpdateRule::Momentum,
         Some(optimizer) if optimizer.is_of_the_host() => UpdateRule::EachElementOnHost,
         Some(_) => UpdateRule::EachElement,

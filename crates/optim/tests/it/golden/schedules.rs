@@ -149,7 +149,7 @@ fn nominal_rate(configured: &Configured) -> Option<f64> {
     match configured {
         Configured::LrRangeTest(params) => first(&params.lr_range_test_min_lr),
         Configured::OneCycle(params) => Some(params.cycle_max_lr),
-        Configured::WarmupLr(params) => first(&params.warmup_max_lr),
+        Configured::WarmupLr(params) => first(params.warmup_max_lr.as_ref().expect("0.14.1 has a default")),
         Configured::WarmupDecayLr(params) => first(&params.warmup_max_lr),
         Configured::WarmupCosineLr(_) | Configured::Torch(_) | Configured::NotYet { .. } => None,
     }
