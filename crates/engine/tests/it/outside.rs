@@ -29,7 +29,8 @@ fn train(is_outside: bool, config: Value) -> Vec<(Vec<u32>, Vec<u32>)> {
         let mut engine = engine(world, &config, &parameters, None, None, 1);
         let mut losses = Vec::new();
         for micro in 0..6 {
-            let ids: Vec<i64> = (0..14).map(|i| (i * 7 + micro * 3 + rank as i64 * 11 + i * i) % 13).collect();
+            let ids: Vec<i64> =
+                (0..14).map(|i| (i * 7 + micro * 3 + rank as i64 * 11 + i * i) % 13).collect();
             let batch = Batch::Tokens(Tensor::from_slice(&ids, [2, 7], engine.device()).unwrap());
             let loss = if is_outside {
                 outside(&mut engine, &model, &batch)
