@@ -15,6 +15,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ._ferrospeed import Engine as Core
 from ._ferrospeed import FerrospeedError
+from .zero import ZeroParamStatus
 
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -280,7 +281,9 @@ class Coming:
                 return outer_unpack(what)
             _, size, stride, offset = what
             # The value is whole for as long as what this returns, or anything made of it, is there.
-            return from_dlpack(core.read(index)).as_strided(size, stride, offset)
+            value = from_dlpack(core.read(index)).as_strided(size, stride, offset)
+            value.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+            return value
 
         pack.values = self  # type: ignore[attr-defined]
         return (pack, unpack)

@@ -70,7 +70,7 @@ fn below_stage_3_a_value_stays_where_it_is_and_a_step_changes_it_there() {
     for stage in 0..4 {
         let config = Arc::new(json!({
             "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
             "zero_optimization": {"stage": stage},
         }));
         on_ranks(1, move |world| {
