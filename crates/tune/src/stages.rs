@@ -61,12 +61,26 @@ pub fn divide(
     Division::of(&asked, &layers)
 }
 
+/// The part of a model that a stage holds. `model` is what a rank would hold of it undivided.
+pub(crate) fn part_of_stage(
+    model: &Model,
+    division: &Division,
+    stage: usize,
+) -> Result<Transformer, PipelineError> {
+    let Model::Transformer(whole) = model else { return Err(shapeless()) };
+    // In which order stages work says nothing of their layers: any number of micro-batches will do.
+    let schedule = Schedule::new(division.kind, division.stages(), division.stages())?;
+    Ok(Staged { whole, division, schedule: &schedule, stage, tied_params: 0, interval: 0 }.part())
+}
+
+fn shapeless() -> PipelineError {
+    let why = "which layers a stage gets follows from the model's shape, and only its size is known";
+    PipelineError::Key { key: "pipeline.stages", why: why.to_owned() }
+}
+
 /// Plans the bytes of a rank of the fullest stage. `request.model` is what a rank would hold of the undivided model.
 pub fn plan_in_stages(request: &Request<'_>, division: &Division) -> Result<Plan, PipelineError> {
-    let Model::Transformer(whole) = request.model else {
-        let why = "which layers a stage gets follows from the model's shape, and only its size is known";
-        return Err(PipelineError::Key { key: "pipeline.stages", why: why.to_owned() });
-    };
+    let Model::Transformer(whole) = request.model else { return Err(shapeless()) };
     let micro_batches = request.config.batch.gradient_accumulation_steps.get();
     let micro_batches = usize::try_from(micro_batches).unwrap_or(usize::MAX);
     let schedule = Schedule::new(division.kind, division.stages(), micro_batches)?.sending_at_once();

@@ -4,5 +4,6 @@ mod activations;
 mod golden;
 mod plan;
 mod search;
+mod simulate;
 mod slices;
 mod tuning;
