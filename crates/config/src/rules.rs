@@ -88,23 +88,6 @@ impl Rules<'_> {
             let why = "has no effect with 16-bit weights: a small change of them is rounded away";
             self.no_effect("eigenvalue.enabled", why, "remove it, or train in fp32");
         }
-        if self.flag("amp.enabled") {
-            let why = "mixed precision by apex does not exist here";
-            self.unsupported("amp.enabled", why, "remove `amp`; `fp16` and `bf16` replace it");
-        }
-        let half_masters = fp16 && self.flag("fp16.fp16_master_weights_and_grads");
-        if half_masters && self.stage() != 2 {
-            let why = format!("works with ZeRO stage 2 only, and the stage is {}", self.stage());
-            self.conflict(
-                "fp16.fp16_master_weights_and_grads",
-                why,
-                "write \"stage\": 2 in `zero_optimization`, or false here",
-            );
-        } else if half_masters && self.text("zero_optimization.offload_optimizer.device") != Some("cpu") {
-            let why = "works with an optimizer offloaded to the CPU only";
-            let help = "add \"offload_optimizer\": {\"device\": \"cpu\"} to `zero_optimization`";
-            self.unsupported("fp16.fp16_master_weights_and_grads", why, help);
-        }
         let vocabulary = self.number("vocabulary_size");
         if vocabulary % 8.0 != 0.0 {
             let why = format!("{vocabulary} is not a multiple of 8, which matrix units prefer");
@@ -185,10 +168,6 @@ impl Rules<'_> {
 
     fn zero(&mut self) {
         let stage = self.stage();
-        if self.flag("zero_optimization.legacy_stage1") {
-            let why = "the first implementation of stage 1 does not exist any more";
-            self.unsupported("zero_optimization.legacy_stage1", why, "remove it");
-        }
         if self.flag("sparse_gradients") && stage > 0 {
             let why = format!(
                 "has no effect in stage {stage}: each rank reduces its own part of a whole table there, as in DeepSpeed, whose \
@@ -328,12 +307,6 @@ impl Rules<'_> {
             self.unsupported("optimizer.type", why, "remove tensor slices, or use AdamW");
         }
         let token_drop = "data_efficiency.data_routing.random_ltd.enabled";
-        let learning_rates = "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled";
-        if self.flag(token_drop) && self.flag(learning_rates) {
-            let why =
-                "learning rates that follow the tokens of layers are not available, in DeepSpeed neither";
-            self.unsupported(learning_rates, why, "remove it");
-        }
         if self.flag(token_drop) && (pipe || sequence || tensor || expert) {
             let why = "a layer that drops tokens needs whole sequences, and one rank that has all of it";
             let help = "remove pipeline stages, shared sequences, tensor slices and spread experts, or do not drop tokens";
