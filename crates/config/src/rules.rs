@@ -17,7 +17,7 @@ use crate::diagnostic::{Code, Report};
 use crate::elasticity::MAX_MICRO_BATCH_SIZES;
 
 /// Optimizers that ZeRO is tested with.
-const TESTED_WITH_ZERO: [&str; 5] = ["Adam", "AdamW", "Adagrad", "Lion", "Muon"];
+const TESTED_WITH_ZERO: [&str; 6] = ["Adam", "AdamW", "Adagrad", "Lion", "Muon", "ScheduleFreeAdamW"];
 const ONE_BIT: [&str; 3] = ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"];
 
 /// What the rules read and where they write.
@@ -120,6 +120,17 @@ impl Rules<'_> {
         }
         if self.flag("optimizer.params.amsgrad") && (name == "Lamb" || ONE_BIT.contains(&name.as_str())) {
             self.unsupported("optimizer.params.amsgrad", "AMSGrad is not supported", "remove it");
+        }
+        let first_beta = lookup(self.full, "optimizer.params.betas").and_then(|betas| betas.get(0));
+        if name == "ScheduleFreeAdamW" {
+            if first_beta.and_then(Value::as_f64) == Some(0.0) {
+                let why = "without the first nothing leads from weights to their mean";
+                self.unsupported("optimizer.params.betas", why, "write a first one above 0, such as 0.9");
+            }
+            if self.text("scheduler.type").is_some() {
+                let why = "ScheduleFreeAdamW has no schedule, and its mean counts on a rate that stays";
+                self.unsupported("scheduler", why, "remove it; `warmup_steps` of the optimizer warms up");
+            }
         }
         let second_beta = lookup(self.full, "optimizer.params.betas").and_then(|betas| betas.get(1));
         if name == "Muon" && second_beta.and_then(Value::as_f64) == Some(0.0) {

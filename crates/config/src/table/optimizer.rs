@@ -110,6 +110,20 @@ const MUON: &[Key] = &[
     key("torch_adam", Kind::Bool, "false", "Use the framework's own Adam.").inert("there is one Adam here"),
 ];
 
+const SCHEDULE_FREE: &[Key] = &[
+    key("lr", NON_NEGATIVE, "0.0025", "Learning rate; there is no schedule.").done(),
+    key(
+        "betas",
+        Kind::List { item: &BETA, length: Some(2) },
+        "[0.9, 0.999]",
+        "Where training lies between the mean of all steps (1) and the newest one (0), and the decay of the second moment.",
+    )
+    .done(),
+    EPS,
+    WEIGHT_DECAY,
+    key("warmup_steps", COUNT, "0", "Steps over which the rate grows.").done(),
+];
+
 const FREEZE_STEP: Key = key(
     "freeze_step",
     POSITIVE_COUNT,
@@ -252,6 +266,7 @@ pub(super) const OPTIMIZERS: &[Variant] = &[
     done("ZeroOneAdam", ZERO_ONE_ADAM),
     done("OneBitLamb", ONE_BIT_LAMB),
     done("Muon", MUON),
+    done("ScheduleFreeAdamW", SCHEDULE_FREE),
     not_yet("MuAdam", None),
     not_yet("MuAdamW", None),
     not_yet("MuSGD", None),

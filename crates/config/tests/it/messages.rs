@@ -432,6 +432,18 @@ fn where_a_file_depends_on_the_version_it_says_so() {
 }
 
 #[test]
+fn a_rule_without_a_schedule_takes_none() {
+    let refused = refuse(
+        r#"{ "train_batch_size": 1, "optimizer": { "type": "ScheduleFreeAdamW" }, "scheduler": { "type": "WarmupLR" } }"#,
+    );
+    assert!(refused.contains("`scheduler`: ScheduleFreeAdamW has no schedule"), "{refused}");
+    let refused = refuse(
+        r#"{ "train_batch_size": 1, "optimizer": { "type": "ScheduleFreeAdamW", "params": { "betas": [0, 0.99] } } }"#,
+    );
+    assert!(refused.contains("write a first one above 0"), "{refused}");
+}
+
+#[test]
 fn muon_says_what_it_cannot_do() {
     let muon = |more: &str, params: &str| {
         refuse(&format!(
