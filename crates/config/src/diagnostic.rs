@@ -53,8 +53,6 @@ pub enum Code {
     Elasticity,
     /// Warning: an old spelling.
     Deprecated,
-    /// Warning: accepted, but nothing acts on it yet.
-    NotActedOn,
     /// Warning: valid, but without effect in this configuration.
     NoEffect,
     /// Warning: the value was converted to the option's type.

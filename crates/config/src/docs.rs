@@ -17,8 +17,8 @@ is in [differences.md](differences.md).
 
 A default with *since* is another one in later versions of DeepSpeed: `compat` chooses.
 
-In the tables, *not yet* marks options that are read and checked but not acted on: giving one yields a warning. *No
-effect* marks options that have no meaning here.
+In the tables, *no effect* marks options that have no meaning here, *always* those of which one value holds whatever is given, and *refused*
+those of which nothing but the default is taken. What is said of a section is said of what is in it.
 ";
 
 /// The text of `docs/config.md`.
@@ -32,52 +32,87 @@ pub fn render() -> String {
     text
 }
 
-/// The keys that are accepted and change nothing, with the reason: the table of `docs/differences.md`.
+/// The keys that are accepted and change nothing, with the reason: a table of `docs/differences.md`.
 pub fn without_effect() -> String {
+    table_of("why, and what to do instead", |status| match status {
+        Status::Inert(why) => Some(why.to_owned()),
+        Status::NotYet => Some("nothing is said of it".to_owned()),
+        _ => None,
+    })
+}
+
+/// The keys of which one value always holds: a table of `docs/differences.md`.
+pub fn always_so() -> String {
+    table_of("what always holds", |status| match status {
+        Status::Always { value, why } => Some(format!("`{value}`: {why}")),
+        _ => None,
+    })
+}
+
+/// The keys that are refused unless they have their default, with the reason: a table of `docs/differences.md`.
+pub fn refused() -> String {
+    table_of("why, and what to do instead", |status| match status {
+        Status::Refused(why) => Some(why.to_owned()),
+        _ => None,
+    })
+}
+
+/// How many keys are accepted and change nothing.
+pub fn count_without_effect() -> usize {
+    without_effect().lines().count() - 2
+}
+
+fn table_of(heading: &str, says: impl Fn(Status) -> Option<String>) -> String {
     let mut rows = Vec::new();
-    idle(&mut rows, ROOT, "", None);
-    let mut text = "| key | why, and what to do instead |\n| --- | --- |\n".to_owned();
-    for Idle { path, why, variants } in rows {
+    collect(&mut rows, ROOT, "", None, &says);
+    let mut text = format!("| key | {heading} |\n| --- | --- |\n");
+    for Row { path, why, variants } in rows {
         let of = if variants.is_empty() { String::new() } else { format!(" of {}", variants.join(", ")) };
         let _ = writeln!(text, "| `{path}`{of} | {why} |");
     }
     text
 }
 
-/// A key that changes nothing.
-struct Idle {
+/// A key of which something is said.
+struct Row {
     path: String,
     why: String,
     /// Of which types of its section, where that has some.
     variants: Vec<&'static str>,
 }
 
-/// Those at and below some keys, which are of a variant or of all.
-fn idle(rows: &mut Vec<Idle>, keys: &[Key], above: &str, variant: Option<&'static str>) {
+/// Those at and below some keys, which are of a variant or of all. What is said of a section is said of all below it.
+fn collect(
+    rows: &mut Vec<Row>,
+    keys: &[Key],
+    above: &str,
+    variant: Option<&'static str>,
+    says: &impl Fn(Status) -> Option<String>,
+) {
     for key in keys.iter().filter(|key| key.deprecated.is_none()) {
         let path = format!("{above}{}", key.name);
-        let why = match key.status {
-            Status::Implemented => None,
-            Status::Inert(why) => Some(why.to_owned()),
-            Status::NotYet => Some("not acted on yet, and a warning says so".to_owned()),
-        };
-        if let Some(why) = why {
+        if let Some(why) = says(key.status) {
             match rows.iter_mut().find(|row| row.path == path && row.why == why) {
                 Some(row) => row.variants.extend(variant),
-                None => rows.push(Idle { path, why, variants: variant.into_iter().collect() }),
+                None => rows.push(Row { path: path.clone(), why, variants: variant.into_iter().collect() }),
             }
+        }
+        if key.status != Status::Implemented {
             continue;
         }
         if let Some((keys, _)) = key.children() {
-            idle(rows, keys, &format!("{path}."), variant);
+            collect(rows, keys, &format!("{path}."), variant, says);
         }
         match key.kind {
             Kind::Variants { variants, .. } => {
                 for variant in variants {
-                    idle(rows, variant.keys.unwrap_or_default(), &format!("{path}."), Some(variant.tag));
+                    let keys = variant.keys.unwrap_or_default();
+                    collect(rows, keys, &format!("{path}."), Some(variant.tag), says);
                 }
             }
-            Kind::Named(Kind::Section(keys, _)) => idle(rows, keys, &format!("{path}.<name>."), variant),
+            Kind::Named(Kind::Section(keys, _)) => {
+                collect(rows, keys, &format!("{path}.<name>."), variant, says);
+            }
             _ => {}
         }
     }
@@ -166,7 +201,10 @@ fn status(key: &Key) -> String {
         (Some(Deprecated::NoEffect(instead)), _) => format!(" *Deprecated:* {instead}."),
         (Some(_), _) => " *Deprecated.*".to_owned(),
         (None, Status::Implemented) => String::new(),
-        (None, Status::NotYet) => " *Not yet.*".to_owned(),
+        // Its section has said it.
+        (None, Status::NotYet) => String::new(),
+        (None, Status::Always { value, why }) => format!(" *Always `{}`:* {why}.", value.replace('|', "\\|")),
+        (None, Status::Refused(why)) => format!(" *Refused:* {why}."),
         (None, Status::Inert(why)) => format!(" *No effect:* {why}."),
     }
 }

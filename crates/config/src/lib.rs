@@ -3,7 +3,8 @@
 //! The way of a configuration: text → a tree with positions (`reader`) → along the option table ([`table`]) →
 //! rules between options → `"auto"`, defaults and batch sizes → [`Config`]. Every mistake of a file is reported at
 //! once, each with its place, its full key path, why, and what to write instead ([`Report`]). Nothing is ignored in
-//! silence: a key that nothing acts on yet is accepted with a warning, an unknown one is an error.
+//! silence: a key that has no effect is accepted with a warning, one that would have to be ignored and matters is refused with the reason, and an
+//! unknown one is an error.
 //!
 //! This crate refuses to read the environment, to touch anything but the one file, and to guess.
 

@@ -17,7 +17,7 @@ use crate::diagnostic::{Code, Report};
 use crate::elasticity::MAX_MICRO_BATCH_SIZES;
 
 /// Optimizers that ZeRO is tested with.
-const TESTED_WITH_ZERO: [&str; 5] = ["Adam", "AdamW", "Adagrad", "Lion", "Muon"];
+const TESTED_WITH_ZERO: [&str; 6] = ["Adam", "AdamW", "Adagrad", "Lion", "Muon", "ScheduleFreeAdamW"];
 const ONE_BIT: [&str; 3] = ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"];
 
 /// What the rules read and where they write.
@@ -88,23 +88,6 @@ impl Rules<'_> {
             let why = "has no effect with 16-bit weights: a small change of them is rounded away";
             self.no_effect("eigenvalue.enabled", why, "remove it, or train in fp32");
         }
-        if self.flag("amp.enabled") {
-            let why = "mixed precision by apex does not exist here";
-            self.unsupported("amp.enabled", why, "remove `amp`; `fp16` and `bf16` replace it");
-        }
-        let half_masters = fp16 && self.flag("fp16.fp16_master_weights_and_grads");
-        if half_masters && self.stage() != 2 {
-            let why = format!("works with ZeRO stage 2 only, and the stage is {}", self.stage());
-            self.conflict(
-                "fp16.fp16_master_weights_and_grads",
-                why,
-                "write \"stage\": 2 in `zero_optimization`, or false here",
-            );
-        } else if half_masters && self.text("zero_optimization.offload_optimizer.device") != Some("cpu") {
-            let why = "works with an optimizer offloaded to the CPU only";
-            let help = "add \"offload_optimizer\": {\"device\": \"cpu\"} to `zero_optimization`";
-            self.unsupported("fp16.fp16_master_weights_and_grads", why, help);
-        }
         let vocabulary = self.number("vocabulary_size");
         if vocabulary % 8.0 != 0.0 {
             let why = format!("{vocabulary} is not a multiple of 8, which matrix units prefer");
@@ -137,6 +120,17 @@ impl Rules<'_> {
         }
         if self.flag("optimizer.params.amsgrad") && (name == "Lamb" || ONE_BIT.contains(&name.as_str())) {
             self.unsupported("optimizer.params.amsgrad", "AMSGrad is not supported", "remove it");
+        }
+        let first_beta = lookup(self.full, "optimizer.params.betas").and_then(|betas| betas.get(0));
+        if name == "ScheduleFreeAdamW" {
+            if first_beta.and_then(Value::as_f64) == Some(0.0) {
+                let why = "without the first nothing leads from weights to their mean";
+                self.unsupported("optimizer.params.betas", why, "write a first one above 0, such as 0.9");
+            }
+            if self.text("scheduler.type").is_some() {
+                let why = "ScheduleFreeAdamW has no schedule, and its mean counts on a rate that stays";
+                self.unsupported("scheduler", why, "remove it; `warmup_steps` of the optimizer warms up");
+            }
         }
         let second_beta = lookup(self.full, "optimizer.params.betas").and_then(|betas| betas.get(1));
         if name == "Muon" && second_beta.and_then(Value::as_f64) == Some(0.0) {
@@ -185,10 +179,6 @@ impl Rules<'_> {
 
     fn zero(&mut self) {
         let stage = self.stage();
-        if self.flag("zero_optimization.legacy_stage1") {
-            let why = "the first implementation of stage 1 does not exist any more";
-            self.unsupported("zero_optimization.legacy_stage1", why, "remove it");
-        }
         if self.flag("sparse_gradients") && stage > 0 {
             let why = format!(
                 "has no effect in stage {stage}: each rank reduces its own part of a whole table there, as in DeepSpeed, whose \
@@ -328,12 +318,6 @@ impl Rules<'_> {
             self.unsupported("optimizer.type", why, "remove tensor slices, or use AdamW");
         }
         let token_drop = "data_efficiency.data_routing.random_ltd.enabled";
-        let learning_rates = "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled";
-        if self.flag(token_drop) && self.flag(learning_rates) {
-            let why =
-                "learning rates that follow the tokens of layers are not available, in DeepSpeed neither";
-            self.unsupported(learning_rates, why, "remove it");
-        }
         if self.flag(token_drop) && (pipe || sequence || tensor || expert) {
             let why = "a layer that drops tokens needs whole sequences, and one rank that has all of it";
             let help = "remove pipeline stages, shared sequences, tensor slices and spread experts, or do not drop tokens";

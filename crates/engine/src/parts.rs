@@ -8,8 +8,10 @@ use std::collections::HashMap;
 use ferrospeed_checkpoint::GroupState;
 use ferrospeed_comm::Group;
 use ferrospeed_nn::Parameters;
-use ferrospeed_optim::GroupOptions;
+use ferrospeed_optim::schedule_free::{self, ScheduleFree};
+use ferrospeed_optim::{GroupOptions, Optimizer};
 use ferrospeed_tensor::Param;
+use ferrospeed_zero::access::Which;
 
 use crate::engine::Engine;
 use crate::error::Result;
@@ -79,18 +81,31 @@ impl Parts {
 }
 
 impl Engine {
-    /// A whole weight as kernels read it, on every rank, whichever stage, slices or expert's rank hold it. All ranks call it
-    /// together.
+    /// A whole weight as kernels read it, on every rank, whichever stage, slices or expert's rank hold it; of Schedule-Free AdamW,
+    /// the mean that a model is in the end. All ranks call it together.
     pub fn weight_as_read(&self, param: &Param) -> Result<Vec<f32>> {
         self.prepare_weights()?;
         let holders = self.parts.as_ref().and_then(|parts| parts.holders.get(&param.id()));
         self.held_weight(param, holders.map_or(&[][..], Vec::as_slice))
     }
 
+    /// What this rank's store has of a weight, as it is to be written.
+    fn weight_in_the_end(&self, param: &Param) -> Result<Vec<f32>> {
+        let (Some(Optimizer::ScheduleFree(_)), Some(group)) =
+            (self.store.optimizer(), self.store.group_of(param))
+        else {
+            return Ok(self.store.full_as_read(param)?);
+        };
+        let mut weights = self.store.full(param, Which::Weight)?;
+        let ahead = self.store.full(param, Which::State(schedule_free::STATES[0]))?;
+        ScheduleFree::average(&self.store.group_options()[group], &mut weights, &ahead);
+        Ok(weights)
+    }
+
     /// The same on the ranks of the first of these groups, or on this one alone.
     fn held_weight(&self, param: &Param, holders: &[Held]) -> Result<Vec<f32>> {
         let Some((held, within)) = holders.split_first() else {
-            return self.whole_of(param, self.store.full_as_read(param)?);
+            return self.whole_of(param, self.weight_in_the_end(param)?);
         };
         let mut values = match held.rank == held.group.rank() {
             true => self.held_weight(param, within)?,

@@ -322,7 +322,7 @@ pub(crate) fn initialize_part(
         None => (parameters.clone(), None),
     };
     let mut leaf_modules = Vec::new();
-    for pattern in &options.leaf_modules {
+    for pattern in options.leaf_modules.iter().chain(&configured_leaf_modules(config)) {
         let found = parameters.modules(pattern);
         if found.is_empty() {
             let why = format!("no module of this model has a path like '{pattern}'");
@@ -390,6 +390,17 @@ pub(crate) fn initialize_part(
     engine.shelf = activation_shelf(&config.activation_checkpointing, engine.slices.as_ref());
     engine.data_rank = options.data_rank.unwrap_or(engine.data_rank);
     Ok(engine)
+}
+
+/// The patterns of the modules that `zero_optimization.leaf_module` names, whole or by their ends.
+fn configured_leaf_modules(config: &Config) -> Vec<String> {
+    let section = config.section("zero_optimization").and_then(|zero| zero.get("leaf_module"));
+    let texts = |key: &str| {
+        let list = section.and_then(|section| section[key].as_array()).map_or(&[][..], Vec::as_slice);
+        list.iter().filter_map(Value::as_str)
+    };
+    let ends = texts("name_suffixes").map(|end| format!("*{end}"));
+    texts("names").map(str::to_owned).chain(ends).collect()
 }
 
 /// The optimizer that a configuration names.

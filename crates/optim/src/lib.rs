@@ -24,6 +24,7 @@ pub mod pace;
 pub mod progressive_layer_drop;
 pub mod random_ltd;
 pub mod schedule;
+pub mod schedule_free;
 pub mod sgd;
 pub mod stretch;
 pub mod torch;
@@ -71,6 +72,8 @@ pub enum Optimizer {
     Muon(muon::Muon),
     /// One of the framework's without a kernel on devices.
     Torch(torch::TorchOptimizer),
+    /// Schedule-Free AdamW, whose weights are on their way between two other sequences.
+    ScheduleFree(schedule_free::ScheduleFree),
     /// One that exchanges momentum at one bit per value.
     OneBit(one_bit::OneBit),
     /// One of the program's own.
@@ -84,7 +87,7 @@ pub enum Pass {
     Kernel(Update),
     /// One that runs on the host.
     Host {
-        /// The rule: [`Optimizer::Torch`] or [`Optimizer::Own`].
+        /// The rule: [`Optimizer::Torch`], [`Optimizer::ScheduleFree`] or [`Optimizer::Own`].
         optimizer: Optimizer,
         /// The options of the group.
         options: GroupOptions,
@@ -115,6 +118,7 @@ impl Optimizer {
             Optimizer::Lamb(_) => "lamb",
             Optimizer::Muon(_) => "muon",
             Optimizer::Torch(torch) => torch.name(),
+            Optimizer::ScheduleFree(_) => "schedule-free-adamw",
             Optimizer::OneBit(rule) => rule.name(),
             Optimizer::Own(own) => own.0.name(),
         }
@@ -122,7 +126,7 @@ impl Optimizer {
 
     /// Whether it runs on the host only.
     pub fn is_of_the_host(&self) -> bool {
-        matches!(self, Optimizer::Torch(_) | Optimizer::Own(_))
+        matches!(self, Optimizer::Torch(_) | Optimizer::ScheduleFree(_) | Optimizer::Own(_))
     }
 
     /// The configured rule and the options that all groups start with; `None` for one that does not run yet.
@@ -173,6 +177,13 @@ impl Optimizer {
                 let (optimizer, options) = torch::TorchOptimizer::from_config(&torch);
                 (Optimizer::Torch(optimizer), options)
             }
+            Configured::ScheduleFree(free) => (
+                Optimizer::ScheduleFree(schedule_free::ScheduleFree {
+                    eps: free.eps,
+                    warmup_steps: free.warmup_steps,
+                }),
+                options(free.lr, free.weight_decay, free.betas),
+            ),
             Configured::OneBit(ref configured) => {
                 let (rule, options) = one_bit::OneBit::from_config(configured);
                 (Optimizer::OneBit(rule), options)
@@ -187,7 +198,9 @@ impl Optimizer {
             Optimizer::Adam(_) | Optimizer::Lion(_) | Optimizer::Lamb(_) | Optimizer::OneBit(_) => true,
             Optimizer::Torch(torch) => torch.has_betas(),
             // One momentum cannot be cycled for both kinds of its groups.
-            Optimizer::Sgd(_) | Optimizer::Adagrad(_) | Optimizer::Muon(_) | Optimizer::Own(_) => false,
+            Optimizer::Sgd(_) | Optimizer::Adagrad(_) | Optimizer::Muon(_) => false,
+            // Its first is no momentum, but where y lies between x and z.
+            Optimizer::ScheduleFree(_) | Optimizer::Own(_) => false,
         }
     }
 
@@ -201,6 +214,7 @@ impl Optimizer {
             Optimizer::Adagrad(_) => &["sum"],
             Optimizer::Lion(_) => &["exp_avg"],
             Optimizer::Torch(torch) => torch.state_names(options),
+            Optimizer::ScheduleFree(_) => schedule_free::STATES,
             Optimizer::OneBit(rule) => rule.state_names(),
             Optimizer::Own(own) => own.0.state_names(),
         }
@@ -231,7 +245,9 @@ impl Optimizer {
             Optimizer::Muon(rule) if !muon::Muon::moves(options) => rule.adam.update(options, step),
             Optimizer::Muon(_) => panic!("muon moves whole matrices"),
             Optimizer::Lamb(_) | Optimizer::OneBit(_) => panic!("{} steps whole parameters", self.name()),
-            Optimizer::Torch(_) | Optimizer::Own(_) => panic!("{} has no kernel", self.name()),
+            Optimizer::Torch(_) | Optimizer::ScheduleFree(_) | Optimizer::Own(_) => {
+                panic!("{} has no kernel", self.name())
+            }
         }
     }
 }

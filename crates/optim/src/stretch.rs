@@ -112,6 +112,9 @@ impl Stretch<'_> {
             Pass::Host { optimizer: Optimizer::Torch(torch), options, step } => {
                 torch.apply(self, options, *step);
             }
+            Pass::Host { optimizer: Optimizer::ScheduleFree(free), options, step } => {
+                free.apply(self, options, *step);
+            }
             Pass::Host { optimizer: Optimizer::Own(own), options, step } => {
                 run_own(self, &*own.0, options, *step);
             }

@@ -104,6 +104,9 @@ impl ZeroStore {
         segments: &[&Segment],
         away: &mut AwayUpdate,
     ) -> Result<()> {
+        if share.placed.params.is_empty() {
+            return Ok(());
+        }
         let outcome = self.matrix_passes(muon, index, share, segments, away);
         if outcome.is_err() && share.placed.is_away() {
             // Momenta are part old and part new.

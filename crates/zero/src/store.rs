@@ -268,6 +268,12 @@ impl ZeroStore {
         self.optimizer.clone()
     }
 
+    /// The trained group that a parameter is in.
+    pub fn group_of(&self, param: &Param) -> Option<usize> {
+        let index = self.indices.get(&param.id())?;
+        self.groups.iter().position(|members| members.contains(index))
+    }
+
     /// The type kernels read weights in.
     pub fn dtype(&self) -> DType {
         self.dtype

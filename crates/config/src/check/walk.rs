@@ -92,7 +92,7 @@ impl<'a> Walker<'a> {
                 continue;
             }
             self.place(&path.key(key.name), member.offset);
-            let silences = usize::from(key.status == Status::NotYet);
+            let silences = usize::from(key.status != Status::Implemented);
             self.silenced += silences;
             let value = self.member(&member.value, key, &path.key(key.name), form, members, keys);
             self.silenced -= silences;
@@ -238,26 +238,28 @@ impl<'a> Walker<'a> {
         path: &Path<'_>,
     ) {
         let default = fill_value(&default_of(key), &key.kind, &Map::new());
-        let asks_for_nothing = value.get("enabled") == Some(&Value::Bool(false))
+        let asks_for_nothing = *value == Value::String("auto".into())
+            || value.get("enabled") == Some(&Value::Bool(false))
             || value.as_object().is_some_and(Map::is_empty)
             || same(&default, &fill_value(value, &key.kind, &Map::new()));
         if asks_for_nothing {
             return;
         }
+        let no_effect = |why: &str| format!("has no effect: {why}");
         match key.status {
-            Status::Implemented => {}
-            Status::NotYet if self.silenced > 0 => {}
-            Status::NotYet => {
-                self.warning(
-                    Code::NotActedOn,
-                    offset,
-                    path,
-                    "accepted, but nothing acts on it yet".into(),
-                    String::new(),
-                );
+            // Of what is below a section the section has said it.
+            Status::Implemented | Status::NotYet => {}
+            _ if self.silenced > 0 => {}
+            Status::Inert(why) => self.warning(Code::NoEffect, offset, path, no_effect(why), String::new()),
+            Status::Always { value: asked, why } => {
+                let asked: Value = serde_json::from_str(asked).unwrap_or(Value::Null);
+                if !agrees(&asked, value) {
+                    self.warning(Code::NoEffect, offset, path, no_effect(why), String::new());
+                }
             }
-            Status::Inert(why) => {
-                self.warning(Code::NoEffect, offset, path, format!("has no effect: {why}"), String::new())
+            Status::Refused(why) => {
+                let help = "remove it".to_owned();
+                self.error(Code::UnsupportedCombination, offset, path, format!("not supported: {why}"), help);
             }
         }
     }
@@ -359,6 +361,16 @@ fn fits_shape(kind: &Kind, node: &Node) -> bool {
             Kind::Text | Kind::NonEmptyText | Kind::Choice { .. } | Kind::DataType | Kind::Json
         ),
         Content::Null => matches!(kind, Kind::Json),
+    }
+}
+
+/// Whether a value asks for nothing but what is in `asked`.
+fn agrees(asked: &Value, value: &Value) -> bool {
+    match (asked, value) {
+        (Value::Object(asked), Value::Object(value)) => {
+            value.iter().all(|(key, value)| asked.get(key).is_some_and(|asked| agrees(asked, value)))
+        }
+        _ => same(asked, value),
     }
 }
 

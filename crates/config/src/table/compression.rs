@@ -24,8 +24,17 @@ const RELATED: Key = key(
     "related_modules",
     Kind::List { item: &TEXT_LIST, length: None },
     "null",
-    "Modules whose columns go when these rows go; rows become zeros and stay where they are.",
-);
+    "Modules whose columns go when these rows go.",
+)
+.inert("rows become zeros and stay where they are, and so do the columns that they meet");
+
+const NOT_RELATED: Key = key(
+    "related_modules",
+    Kind::List { item: &TEXT_LIST, length: None },
+    "null",
+    "Modules whose columns go when rows of these go.",
+)
+.refused("no rows go");
 
 const MIXED: &[Key] = &[
     ENABLED,
@@ -40,7 +49,8 @@ const MIXED: &[Key] = &[
 
 const WEIGHT_SHARED: &[Key] = &[
     ENABLED,
-    key("quantizer_kernel", Kind::Bool, "false", "Use the fused kernel.").inert("there is one kernel"),
+    key("quantizer_kernel", Kind::Bool, "false", "Use the fused kernel.")
+        .always("true", "there is one kernel"),
     key("schedule_offset", COUNT, "0", "Optimizer steps, without skipped ones, after which it starts.")
         .done(),
     key(
@@ -107,11 +117,11 @@ const SPARSE_SHARED: &[Key] = &[
     )
     .done(),
     OFFSET,
-    key("block_pattern", Kind::Text, "\"4x1\"", "Block shape for `snip_momentum`.").inert(SNIP),
-    key("dense_ratio", OPEN_FRACTION, "0.1", "Share of weights kept by `snip_momentum`.").inert(SNIP),
+    key("block_pattern", Kind::Text, "\"4x1\"", "Block shape for `snip_momentum`.").refused(SNIP),
+    key("dense_ratio", OPEN_FRACTION, "0.1", "Share of weights kept by `snip_momentum`.").refused(SNIP),
     key("schedule_offset_stride", POSITIVE_COUNT, "1", "Steps between prunings of `snip_momentum`.")
-        .inert(SNIP),
-    key("excluded_modules", TEXT_LIST, "[]", "Modules that `snip_momentum` leaves alone.").inert(SNIP),
+        .refused(SNIP),
+    key("excluded_modules", TEXT_LIST, "[]", "Modules that `snip_momentum` leaves alone.").refused(SNIP),
     key(
         "schedule_offset_end",
         COUNT,
@@ -150,7 +160,7 @@ const LAYER_REDUCTION: &[Key] = &[
 ];
 
 macro_rules! technique {
-    ($shared:expr, $params:expr) => {
+    ($shared:expr, $params:expr, $related:expr) => {
         Kind::Section(
             &[
                 key("shared_parameters", Kind::Section($shared, Form::Plain), "{}", "What all groups share.")
@@ -168,7 +178,7 @@ macro_rules! technique {
                             .required()
                             .done(),
                             MODULES,
-                            RELATED,
+                            $related,
                         ],
                         Form::Plain,
                     )),
@@ -186,42 +196,42 @@ macro_rules! technique {
 pub(super) const COMPRESSION: &[Key] = &[
     key(
         "weight_quantization",
-        technique!(WEIGHT_SHARED, WEIGHT_PARAMS),
+        technique!(WEIGHT_SHARED, WEIGHT_PARAMS, NOT_RELATED),
         "{}",
         "Weights that kernels see in few bits, fewer and fewer.",
     )
     .done(),
     key(
         "activation_quantization",
-        technique!(ACTIVATION_SHARED, ACTIVATION_PARAMS),
+        technique!(ACTIVATION_SHARED, ACTIVATION_PARAMS, NOT_RELATED),
         "{}",
         "Inputs of linear layers that are seen in few bits.",
     )
     .done(),
     key(
         "sparse_pruning",
-        technique!(SPARSE_SHARED, RATIO_PARAMS),
+        technique!(SPARSE_SHARED, RATIO_PARAMS, NOT_RELATED),
         "{}",
         "Single weights that are seen as zeros.",
     )
     .done(),
     key(
         "row_pruning",
-        technique!(ROW_SHARED, RATIO_PARAMS),
+        technique!(ROW_SHARED, RATIO_PARAMS, RELATED),
         "{}",
         "Outputs of linear layers that are seen as zeros.",
     )
     .done(),
     key(
         "head_pruning",
-        technique!(HEAD_SHARED, RATIO_PARAMS),
+        technique!(HEAD_SHARED, RATIO_PARAMS, RELATED),
         "{}",
         "Attention heads that are seen as zeros, at the input of the layer behind attention.",
     )
     .done(),
     key(
         "channel_pruning",
-        technique!(ROW_SHARED, RATIO_PARAMS),
+        technique!(ROW_SHARED, RATIO_PARAMS, RELATED),
         "{}",
         "Channels of convolutions that are seen as zeros.",
     )

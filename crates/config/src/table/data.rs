@@ -98,8 +98,8 @@ const DATA_SAMPLING: &[Key] = &[
     key("num_workers", COUNT, "0", "Loader threads.")
         .inert("sequences are read from files of tokens in microseconds, by the rank that trains on them"),
     key("pin_memory", Kind::Bool, "false", "Page-lock what is loaded.")
-        .inert("whatever goes to a GPU goes through page-locked memory"),
-    key("dynamic_batching", Kind::Section(DYNAMIC_BATCHING, Form::Plain), "{}", "Batches of as many tokens."),
+        .always("true", "whatever goes to a GPU goes through page-locked memory"),
+    key("dynamic_batching", Kind::Section(DYNAMIC_BATCHING, Form::Plain), "{}", "Batches of as many tokens.").refused("batches have as many samples as the file says; recipes pack sequences to one length instead"),
     key(
         "curriculum_learning",
         Kind::Section(METRIC_CURRICULUM, Form::Plain),
@@ -154,7 +154,7 @@ const RANDOM_LTD: &[Key] = &[
         Kind::Section(TOKEN_LR_SCHEDULE, Form::Plain),
         "{}",
         "Learning rate by layer tokens; not available.",
-    ),
+    ).refused("learning rates that follow the tokens of layers are not available, in DeepSpeed neither"),
 ];
 
 const DATA_ROUTING: &[Key] = &[

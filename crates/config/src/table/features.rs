@@ -63,10 +63,10 @@ pub(super) const FLOPS_PROFILER: &[Key] = &[
 
 const MODEL_INFO: &[Key] = &[
     key("profile", Kind::Bool, "false", "Measure the model first.")
-        .inert("what a run would measure, the memory plan knows"),
+        .always("true", "what a run would measure, the memory plan knows"),
     key("num_params", COUNT, "null", "Parameters of the model; default: the plan's count.").done(),
     key("hidden_size", POSITIVE_COUNT, "null", "Its width; default: the model's.").done(),
-    key("num_layers", POSITIVE_COUNT, "null", "Its depth.").inert("no rule of the search asks for it"),
+    key("num_layers", POSITIVE_COUNT, "null", "Its depth.").refused("no rule of the search asks for it"),
 ];
 
 const SET_FOR_EXPERIMENTS: &str = "a search sets what its runs need itself";
@@ -92,7 +92,7 @@ pub(super) const AUTOTUNING: &[Key] = &[
     key("end_step", COUNT, "null", "Set for experiments.").inert(SET_FOR_EXPERIMENTS),
     key("metric", choice(&["throughput", "latency", "flops"]), "\"throughput\"", "What is optimised.").done(),
     key("metric_path", Kind::Text, "null", "Where an experiment writes its measurement.")
-        .inert("it is `metrics.json` in the experiment's folder of `results_dir`"),
+        .refused("it is `metrics.json` in the experiment's folder of `results_dir`"),
     key(
         "tuner_type",
         choice(&["gridsearch", "random", "model_based"]),
@@ -103,14 +103,14 @@ pub(super) const AUTOTUNING: &[Key] = &[
     key("tuner_early_stopping", POSITIVE_COUNT, "5", "Experiments without improvement before it stops.").done(),
     key("tuner_num_trials", POSITIVE_COUNT, "50", "Experiments at most.").done(),
     key("arg_mappings", Kind::Named(&Kind::Text), "null", "Command-line flags that carry options.")
-        .inert("a recipe has no script whose flags would carry options"),
+        .refused("a recipe has no script whose flags would carry options"),
     key("model_info", Kind::Section(MODEL_INFO, Form::Plain), "null", "What is known about the model.").done(),
     key("model_info_path", Kind::Text, "null", "Where that is written.")
-        .inert("it is `profile_model_info/model_info.json` in `results_dir`"),
+        .refused("it is `profile_model_info/model_info.json` in `results_dir`"),
     key("mp_size", POSITIVE_COUNT, "1", "Model-parallel size.").done(),
     key("max_train_batch_size", POSITIVE_COUNT, "null", "Largest batch.").done(),
     key("min_train_batch_size", POSITIVE_COUNT, "1", "Smallest batch.")
-        .inert("DeepSpeed's search does not read it either"),
+        .refused("DeepSpeed's search does not read it either"),
     key("max_train_micro_batch_size_per_gpu", POSITIVE_COUNT, "1024", "Largest micro-batch.").done(),
     key("min_train_micro_batch_size_per_gpu", POSITIVE_COUNT, "1", "Smallest micro-batch.").done(),
     key("num_tuning_micro_batch_sizes", POSITIVE_COUNT, "3", "Micro-batch sizes tried.").done(),
@@ -202,7 +202,7 @@ pub(super) const PIPELINE: &[Key] = &[
     )
     .done(),
     key("seed_layers", Kind::Bool, "false", "Seed each layer by its index.")
-        .inert("first values follow the names of parameters, wherever they lie"),
+        .always("true", "first values follow the names of parameters, wherever they lie"),
     key("activation_checkpoint_interval", COUNT, "0", "Recompute every this many layers; 0 never.").done(),
     key("pipe_partitioned", Kind::Bool, "true", "Send a share of activations per tensor-parallel rank.").done(),
     key("grad_partitioned", Kind::Bool, "true", "The same for gradients.").done(),
@@ -223,19 +223,27 @@ pub(super) const CHECKPOINT: &[Key] = &[
     )
     .done(),
     key("load_universal", Kind::Bool, "false", "Load a universal checkpoint.").done(),
-    key("use_node_local_storage", Kind::Bool, "false", "Each node writes to its own disk."),
+    key("use_node_local_storage", Kind::Bool, "false", "Each node writes to its own disk.")
+        .refused("a checkpoint lies in one folder that all hosts see; copy what a host needs to its disk"),
     key("checkpoint_serialization", Kind::Bool, "true", "Write files in the framework's newer format.")
-        .inert("checkpoints have a format of their own"),
-    key("writer", Kind::Section(CHECKPOINT_WRITER, Form::Plain), "null", "How bytes are written."),
-    key("parallel_write", Kind::Section(PARALLEL_WRITE, Form::Plain), "{}", "Who writes what."),
+        .always("true", "files in DeepSpeed's form are in the newer one"),
+    key("writer", Kind::Section(CHECKPOINT_WRITER, Form::Plain), "null", "How bytes are written.").always(
+        "{\"type\":\"FAST\"}",
+        "each rank writes its own files, many requests at once and past the cache",
+    ),
+    key("parallel_write", Kind::Section(PARALLEL_WRITE, Form::Plain), "{}", "Who writes what.")
+        .always("{\"pipeline_stage\":true}", "each rank writes what it holds"),
 ];
 
 /// `data_types`.
 pub(super) const DATA_TYPES: &[Key] = &[
     key("grad_accum_dtype", Kind::DataType, "null", "Format in which gradients accumulate.").done(),
-    key("param_dtype", Kind::DataType, "null", "Format of parameters, where it is not that of training."),
-    key("buffer_dtype", Kind::DataType, "null", "Format of buffers."),
-    key("keep_in_fp32_modules", Kind::Json, "\"auto\"", "Names of buffers that stay in fp32."),
+    key("param_dtype", Kind::DataType, "null", "Format of parameters, where it is not that of training.")
+        .refused("`bf16` and `fp16` say what kernels read; masters are f32"),
+    key("buffer_dtype", Kind::DataType, "null", "Format of buffers.")
+        .refused("a model knows the types of its buffers"),
+    key("keep_in_fp32_modules", Kind::Json, "\"auto\"", "Names of buffers that stay in fp32.")
+        .refused("a model knows what of it stays in f32"),
 ];
 
 /// `aio`.
@@ -258,8 +266,9 @@ pub(super) const AIO: &[Key] = &[
     )
     .done(),
     key("overlap_events", Kind::Bool, "true", "Submit while others complete.")
-        .inert("requests are always submitted while others are under way"),
-    key("use_gds", Kind::Bool, "false", "Read straight into device memory."),
+        .always("true", "requests are always submitted while others are under way"),
+    key("use_gds", Kind::Bool, "false", "Read straight into device memory.")
+        .refused("bytes go through page-locked memory of the host"),
 ];
 
 /// `hybrid_engine`.
@@ -268,14 +277,14 @@ pub(super) const HYBRID_ENGINE: &[Key] = &[
         .done(),
     key("max_out_tokens", POSITIVE_COUNT, "512", "Tokens of a prompt and its continuation, at most.").done(),
     key("inference_tp_size", POSITIVE_COUNT, "1", "Tensor-parallel size while generating.")
-        .inert("generation uses the slices that training has"),
+        .refused("generation uses the slices that training has"),
     key("release_inference_cache", Kind::Bool, "false", "Free the cache after generating.").done(),
     key("pin_parameters", Kind::Bool, "true", "Page-lock offloaded parameters.")
         .inert("`offload_param.pin_memory` says so"),
     key("tp_gather_partition_size", POSITIVE_COUNT, "8", "Layers gathered at once.")
         .inert("`stage3_prefetch_bucket_size` says how much is gathered ahead"),
     key("enable_cuda_graph", Kind::Bool, "false", "Replay the steps of generation as graphs.")
-        .inert("they are recorded wherever weights stay in their place"),
+        .always("true", "they are recorded wherever weights stay in their place"),
 ];
 
 /// `nebula`.

@@ -45,10 +45,19 @@ pub struct Key {
 pub enum Status {
     /// It does.
     Implemented,
-    /// It is read and checked, and a warning says that nothing happens yet.
+    /// What is said of the section it is in, or of the type that it is a parameter of, is said of it.
     NotYet,
     /// It has no meaning here, whatever its value; the text says why.
     Inert(&'static str),
+    /// What one of its values asks for always happens.
+    Always {
+        /// The value, as JSON.
+        value: &'static str,
+        /// What happens.
+        why: &'static str,
+    },
+    /// Any value but the default is refused; the text says why, and what to do instead.
+    Refused(&'static str),
 }
 
 /// What an old spelling stands for.
@@ -210,7 +219,7 @@ pub(crate) const fn choice(values: &'static [&'static str]) -> Kind {
     Kind::Choice { values, any_case: false }
 }
 
-/// An option that nothing acts on yet.
+/// An option of which nothing is said yet.
 pub(crate) const fn key(name: &'static str, kind: Kind, default: &'static str, doc: &'static str) -> Key {
     Key {
         name,
@@ -236,6 +245,18 @@ impl Key {
     /// It has no meaning here.
     pub(crate) const fn inert(mut self, why: &'static str) -> Key {
         self.status = Status::Inert(why);
+        self
+    }
+
+    /// What this value asks for always happens.
+    pub(crate) const fn always(mut self, value: &'static str, why: &'static str) -> Key {
+        self.status = Status::Always { value, why };
+        self
+    }
+
+    /// Nothing but its default is taken.
+    pub(crate) const fn refused(mut self, why: &'static str) -> Key {
+        self.status = Status::Refused(why);
         self
     }
 

@@ -14,8 +14,10 @@ const AMSGRAD: Key =
     key("amsgrad", Kind::Bool, "false", "Divide by the largest second moment so far (AMSGrad).").done();
 const MAXIMIZE: Key = key("maximize", Kind::Bool, "false", "Climb instead of descend.").done();
 const SAME: &str = "there is one implementation here, with the same result";
-const FOREACH: Key = key("foreach", Kind::Bool, "null", "Update many tensors at once.").inert(SAME);
-const FUSED: Key = key("fused", Kind::Bool, "null", "Update in one kernel.").inert(SAME);
+const FOREACH: Key = key("foreach", Kind::Bool, "null", "Update many tensors at once.")
+    .always("true", "weights lie end to end, and are updated so");
+const FUSED: Key = key("fused", Kind::Bool, "null", "Update in one kernel.")
+    .always("true", "weights, states and the 16-bit copy are updated in one pass");
 const CAPTURABLE: Key = key("capturable", Kind::Bool, "false", "Run within a device graph.").inert(SAME);
 const DIFFERENTIABLE: Key = key("differentiable", Kind::Bool, "false", "Differentiate through the update.")
     .inert("updates are not recorded");
@@ -108,6 +110,20 @@ const MUON: &[Key] = &[
     key("torch_adam", Kind::Bool, "false", "Use the framework's own Adam.").inert("there is one Adam here"),
 ];
 
+const SCHEDULE_FREE: &[Key] = &[
+    key("lr", NON_NEGATIVE, "0.0025", "Learning rate; there is no schedule.").done(),
+    key(
+        "betas",
+        Kind::List { item: &BETA, length: Some(2) },
+        "[0.9, 0.999]",
+        "Where training lies between the mean of all steps (1) and the newest one (0), and the decay of the second moment.",
+    )
+    .done(),
+    EPS,
+    WEIGHT_DECAY,
+    key("warmup_steps", COUNT, "0", "Steps over which the rate grows.").done(),
+];
+
 const FREEZE_STEP: Key = key(
     "freeze_step",
     POSITIVE_COUNT,
@@ -126,9 +142,9 @@ const BACKEND: Key = key(
 .inert("what connects the ranks carries it");
 const NEVER_CORRECTED: Key =
     key("bias_correction", Kind::Bool, "true", "Correct the moments for their start at zero.")
-        .inert("1-bit optimizers correct nothing, in DeepSpeed either");
+        .always("false", "1-bit optimizers correct nothing, in DeepSpeed either");
 const NEVER_INSIDE: Key = key("eps_inside_sqrt", Kind::Bool, "false", "Add eps under the root.")
-    .inert("1-bit optimizers add it after the root, in DeepSpeed too");
+    .always("false", "1-bit optimizers add it after the root, in DeepSpeed too");
 
 const ONE_BIT_ADAM: &[Key] = &[
     LEARNING_RATE,
@@ -250,6 +266,7 @@ pub(super) const OPTIMIZERS: &[Variant] = &[
     done("ZeroOneAdam", ZERO_ONE_ADAM),
     done("OneBitLamb", ONE_BIT_LAMB),
     done("Muon", MUON),
+    done("ScheduleFreeAdamW", SCHEDULE_FREE),
     not_yet("MuAdam", None),
     not_yet("MuAdamW", None),
     not_yet("MuSGD", None),
@@ -269,5 +286,5 @@ pub(super) const OPTIMIZER: &[Key] = &[
         .nullable()
         .done(),
     key("legacy_fusion", Kind::Bool, "false", "An old calling convention of fused optimizers.")
-        .inert("there is one calling convention here"),
+        .refused("there is one calling convention here"),
 ];

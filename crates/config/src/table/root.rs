@@ -71,7 +71,7 @@ pub const ROOT: &[Key] = &[
         Kind::Section(AMP, Form::Plain),
         "{}",
         "NVIDIA Apex mixed precision; there is no Apex here, use `fp16` or `bf16`.",
-    ).refused_later(),
+    ).refused_later().refused("mixed precision by apex does not exist here; `fp16` and `bf16` replace it"),
     key("gradient_clipping", NON_NEGATIVE, "0.0", "Largest global gradient norm; 0 turns clipping off.")
         .done()
         .since("0.19.3", "1.0"),
@@ -131,7 +131,7 @@ pub const ROOT: &[Key] = &[
         "true",
         "With offloaded optimizer state, refuse optimizers other than the built-in CPU ones.",
     )
-    .inert("optimizers come from the configuration only, and all of them run on the host"),
+    .always("true", "optimizers come from the configuration only, and all of them run on the host"),
     key(
         "activation_checkpointing",
         Kind::Section(ACTIVATION_CHECKPOINTING, Form::Plain),
@@ -266,10 +266,10 @@ pub const ROOT: &[Key] = &[
         Kind::Section(WEIGHT_QUANTIZATION, Form::Schema),
         "null",
         "Weight-only quantisation for inference.",
-    ),
+    ).refused("it is of DeepSpeed's inference: `serve` and `generate` quantise weights by their own options"),
     key("compile", Kind::Section(COMPILE, Form::Schema), "{}", "Graph compilation by the tensor framework.")
         .inert("models are compiled ahead of time here"),
-    key("nebula", Kind::Section(NEBULA, Form::Plain), "{}", "Azure's asynchronous checkpoint service.").refused_later(),
+    key("nebula", Kind::Section(NEBULA, Form::Plain), "{}", "Azure's asynchronous checkpoint service.").refused_later().refused("`train` writes checkpoints in the background by itself"),
     key("dataloader_drop_last", Kind::Bool, "false", "Drop the last batch when it is not full.").done(),
     key(
         "use_data_before_expert_parallelism",
@@ -278,13 +278,13 @@ pub const ROOT: &[Key] = &[
         "Rank order of mixture-of-experts groups: data before expert.",
     )
     .done(),
-    key("comet", Kind::Section(COMET, Form::Schema), "{}", "Send training curves to Comet."),
+    key("comet", Kind::Section(COMET, Form::Schema), "{}", "Send training curves to Comet.").inert("there is no client of Comet here: `csv_monitor`, `tensorboard` and `wandb` keep curves"),
     key(
         "torch_autocast",
         Kind::Section(TORCH_AUTOCAST, Form::Plain),
         "{}",
         "Mixed precision operation by operation; use `bf16` or `fp16`.",
-    ),
+    ).refused("the type is the weights', not an operation's; use `bf16` or `fp16`"),
     key("tensor_parallel", Kind::Section(TENSOR_PARALLEL, Form::Schema), "{}", "Divide layers over ranks.")
         .done(),
     key("expert_parallel", Kind::Section(EXPERT_PARALLEL, Form::Plain), "{}", "Divide experts over ranks.")
@@ -297,26 +297,26 @@ pub const ROOT: &[Key] = &[
         "How ranks that share a sequence attend over all of it (docs/sequence-parallel.md).",
     )
     .done(),
-    key("data_parallel_size", POSITIVE_COUNT, "null", "Ranks that see different samples."),
+    key("data_parallel_size", POSITIVE_COUNT, "null", "Ranks that see different samples.").refused("it follows from the ranks and the sizes of the other axes"),
     key(
         "gradient_allreduce_op",
         Kind::Choice { values: &["mean", "sum"], any_case: true },
         "\"mean\"",
         "Whether gradients of ranks are averaged or added.",
-    ),
+    ).refused("gradients of ranks are averaged; multiply the learning rate by the ranks for their sum"),
     key(
         "managed_gradient_accumulation",
         Kind::Bool,
         "true",
         "Count micro-batches; see `Engine::set_gradient_accumulation_boundary`.",
-    ),
+    ).always("true", "the engine counts micro-batches; a program of your own says when with `Engine::set_gradient_accumulation_boundary`"),
     key("disable_python_gc", Kind::Bool, "false", "Collect Python's garbage only after steps.")
-        .inert("there is no Python here"),
+        .always("true", "there is no Python here"),
     key("log_level", Kind::Text, "null", "How much is logged.").inert("`RUST_LOG` says how much is logged"),
-    key("timers", Kind::Section(TIMERS, Form::Plain), "{}", "What is timed."),
+    key("timers", Kind::Section(TIMERS, Form::Plain), "{}", "What is timed.").always("{\"throughput\":{\"enabled\":true,\"synchronized\":true}}", "reports have samples per second, measured when the device is done"),
     key("datastates_ckpt", Kind::Json, "null", "Checkpoints by DataStates.")
-        .inert("checkpoints are written in the background here"),
-    key("graph_harvesting", Kind::Bool, "false", "Capture and replay device graphs in the bf16 optimizer.").refused_later(),
+        .refused("checkpoints are written in the background here"),
+    key("graph_harvesting", Kind::Bool, "false", "Capture and replay device graphs in the bf16 optimizer.").refused_later().always("true", "a GPU records what it can repeat by itself"),
     key("vocabulary_size", POSITIVE_COUNT, "null", "Only checked: a multiple of 8 is faster.").done(),
     key("disable_allgather", Kind::Bool, "false", "Has never done anything.")
         .inert("it has never done anything in DeepSpeed either"),
@@ -333,5 +333,5 @@ pub const ROOT: &[Key] = &[
         "null",
         "Obsolete form of `compression_training.weight_quantization`.",
     )
-    .inert("it is obsolete; use `compression_training.weight_quantization`").refused_later(),
+    .refused("it is obsolete; use `compression_training.weight_quantization`").refused_later(),
 ];

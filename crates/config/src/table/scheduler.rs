@@ -71,9 +71,9 @@ const WARMUP_COSINE_LR: &[Key] = &[
 
 const LAST_EPOCH: Key =
     key("last_epoch", Kind::Int { min: -1, max: -1 }, "-1", "Where the schedule stands at the start.")
-        .inert("a checkpoint says where a schedule stands");
+        .always("-1", "a checkpoint says where a schedule stands");
 const VERBOSE: Key = key("verbose", Kind::Either(&[Kind::Bool, Kind::Text]), "false", "Print each change.")
-    .inert("the log has every rate");
+    .always("true", "the log has every rate");
 const GAMMA: Key = key("gamma", NON_NEGATIVE, "0.1", "What is left of the rate after a fall.").done();
 const TOTAL_ITERS: Key = key("total_iters", POSITIVE_COUNT, "5", "Steps that it takes.").done();
 const ETA_MIN: Key = key("eta_min", NON_NEGATIVE, "0.0", "The lowest rate.").done();

@@ -19,7 +19,7 @@ const OFFLOAD_PARAM: &[Key] = &[
     )
     .done(),
     key("pin_memory", Kind::Bool, "false", "Page-lock the host buffers.")
-        .inert("copies to and from a GPU always go through page-locked buffers")
+        .always("true", "copies to and from a GPU always go through page-locked buffers")
         .since("0.19.5", "true"),
 ];
 
@@ -36,15 +36,15 @@ const OFFLOAD_OPTIMIZER: &[Key] = &[
     .done()
     .since("0.19.5", "true"),
     key("pipeline_read", Kind::Bool, "false", "Read the next states while these are updated.")
-        .inert("the next states are always read ahead, as far as buffer_count allows"),
+        .always("true", "the next states are always read ahead, as far as buffer_count allows"),
     key("pipeline_write", Kind::Bool, "false", "Write the last states while these are updated.")
-        .inert("the last states are always written while others are updated"),
+        .always("true", "the last states are always written while others are updated"),
     key("fast_init", Kind::Bool, "false", "Initialise NVMe states in bulk.")
-        .inert("new states are zeros, which a new file holds already"),
+        .always("true", "new states are zeros, which a new file holds already"),
     key("ratio", FRACTION, "1.0", "Share of the states that is moved; the rest stays on the device (stage 3 only).")
         .done(),
-    key("super_offload", Kind::Bool, "false", "Update on the CPU while backward goes on (stage 3)."),
-    key("cpuadam_cores_perc", FRACTION, "0.8", "Share of the cores that updates."),
+    key("super_offload", Kind::Bool, "false", "Update on the CPU while backward goes on (stage 3).").always("true", "the update of offloaded states runs beside the next forward, exactly: nothing is guessed and taken back"),
+    key("cpuadam_cores_perc", FRACTION, "0.8", "Share of the cores that updates.").inert("kernels of the host share all threads of a rank; the launcher's `--bind_cores_to_rank` divides them"),
 ];
 
 const SWITCH_TO_CPU: &str = r#"{"device":"cpu"}"#;
@@ -59,9 +59,9 @@ pub(super) const ZERO: &[Key] = &[
     )
     .done(),
     key("contiguous_gradients", Kind::Bool, "true", "Copy gradients into one buffer as they are produced.")
-        .inert("gradients always travel in contiguous buckets"),
+        .always("true", "gradients always travel in contiguous buckets"),
     key("reduce_scatter", Kind::Bool, "true", "Reduce each gradient to its owner only, instead of to all.")
-        .inert("each gradient is always reduced to its owners, with the same result"),
+        .always("true", "each gradient is always reduced to its owners, with the same result"),
     key("reduce_bucket_size", COUNT, "500000000", "Gradient elements reduced at once.").done(),
     key(
         "use_multi_rank_bucket_allreduce",
@@ -69,9 +69,9 @@ pub(super) const ZERO: &[Key] = &[
         "true",
         "Reduce a bucket whose owners are several ranks in one collective.",
     )
-    .inert("a bucket is always reduced in one collective, with the same result"),
+    .always("true", "a bucket is always reduced in one collective, with the same result"),
     key("allgather_partitions", Kind::Bool, "true", "Collect updated parameters by all-gather.")
-        .inert("updated parameters are always gathered"),
+        .always("true", "updated parameters are always gathered"),
     key("allgather_bucket_size", COUNT, "500000000", "Parameter elements gathered at once.")
         .inert("updated parameters are gathered in place, without a buffer to bound"),
     key(
@@ -94,7 +94,7 @@ pub(super) const ZERO: &[Key] = &[
         "false",
         "Write checkpoints that another number of ranks can load.",
     )
-    .inert("every checkpoint loads on any number of ranks"),
+    .always("true", "every checkpoint loads on any number of ranks"),
     key(
         "offload_param",
         Kind::Section(OFFLOAD_PARAM, Form::Schema),
@@ -148,10 +148,10 @@ pub(super) const ZERO: &[Key] = &[
         "Collect the whole 16-bit model on rank 0 when it is saved.",
     )
     .alias(&["stage3_gather_16bit_weights_on_model_save"])
-    .inert("a model is saved tensor by tensor in every stage"),
+    .always("true", "a model is saved tensor by tensor in every stage"),
     key("ignore_unused_parameters", Kind::Bool, "true", "Accept parameters that received no gradient.")
-        .inert("a parameter without a gradient counts as zero in every stage"),
-    key("legacy_stage1", Kind::Bool, "false", "The first implementation of stage 1; it is gone."),
+        .always("true", "a parameter without a gradient counts as zero in every stage"),
+    key("legacy_stage1", Kind::Bool, "false", "The first implementation of stage 1; it is gone.").refused("the first implementation of stage 1 does not exist any more"),
     key(
         "reduce_each_micro_batch",
         Kind::Bool,
@@ -166,33 +166,33 @@ pub(super) const ZERO: &[Key] = &[
         Kind::Section(ZENFLOW, Form::Schema),
         "null",
         "Update the most important gradients first.",
-    ),
+    ).refused("it updates with gradients that are late, and stages would not agree; offloaded states are updated beside the next forward here"),
     key(
         "leaf_module",
         Kind::Section(LEAF_MODULE, Form::Schema),
         "{}",
         "Modules that are gathered whole (stage 3).",
-    ),
+    ).done(),
     key(
         "module_granularity_threshold",
         COUNT,
         "0",
         "Modules of smaller parameters are gathered whole (stage 3).",
     )
-    .alias(&["stage3_module_granularity_threshold"]),
+    .alias(&["stage3_module_granularity_threshold"]).inert("what is small stays whole by `param_persistence_threshold`, and the rest is fetched ahead in the order in which it is read"),
     key("use_all_reduce_for_fetch_params", Kind::Bool, "false", "Gather parameters by a sum (stage 3).")
-        .alias(&["stage3_use_all_reduce_for_fetch_params"]),
+        .alias(&["stage3_use_all_reduce_for_fetch_params"]).inert("a gather brings the same values with half the bytes"),
     key("allgather_sequential", Kind::Bool, "false", "Gather parameters one after another (stage 3).")
-        .alias(&["stage3_allgather_sequential"]),
+        .alias(&["stage3_allgather_sequential"]).inert("gathers are few and large, and one rank's follow each other"),
     key("compute_grad_norm", Kind::Bool, "true", "Measure the norm of gradients.")
-        .inert("the norm is always measured: it also finds what is no number"),
-    key("parameter_alignment", Kind::Bool, "false", "Align each parameter in its buffer."),
-    key("log_trace_cache_warnings", Kind::Bool, "false", "Log when the order of modules changes (stage 3)."),
+        .always("true", "the norm is always measured: it also finds what is no number"),
+    key("parameter_alignment", Kind::Bool, "false", "Align each parameter in its buffer.").inert("kernels take parameters wherever they begin"),
+    key("log_trace_cache_warnings", Kind::Bool, "false", "Log when the order of modules changes (stage 3).").inert("an order of reads that changes is recorded anew; `RUST_LOG=ferrospeed_zero=debug` shows placements"),
     key("enable_sanity_checks", Kind::Bool, "false", "Check that ranks agree.")
-        .inert("ranks always check that they agree"),
-    key("save_muon_momentum_buffer_in_memory", Kind::Bool, "false", "Where Muon's momentum stays (stage 3)."),
+        .always("true", "ranks always check that they agree"),
+    key("save_muon_momentum_buffer_in_memory", Kind::Bool, "false", "Where Muon's momentum stays (stage 3).").inert("the momentum is a state like others, and lies where `offload_optimizer` puts states"),
     key("zeropp_loco_param", Kind::Json, "null", "LoCo: make up for the error of quantised gradients.")
-        .refused_later(),
+        .refused_later().refused("the error of quantised gradients is not fed back; DeepSpeed has removed it too"),
     key("zero_hpz_partition_size", COUNT, "1", "ZeRO++: ranks that hold a second copy of the parameters.").done(),
     key("zero_quantized_weights", Kind::Bool, "false", "ZeRO++: gather parameters as int8.").done(),
     key(
@@ -217,7 +217,7 @@ pub(super) const ZERO: &[Key] = &[
         "false",
         "MiCS: gather between nodes first, then within.",
     )
-    .inert("a shard that spans hosts is always gathered in two levels")
+    .always("true", "a shard that spans hosts is always gathered in two levels")
     .refused_later(),
     key(
         "memory_efficient_linear",
@@ -225,11 +225,11 @@ pub(super) const ZERO: &[Key] = &[
         "true",
         "Free the weight of a linear layer between forward and backward.",
     )
-    .inert("weights are always freed between uses here"),
+    .always("true", "weights are always freed between uses here"),
     key("pipeline_loading_checkpoint", Kind::Bool, "false", "Load a stage-3 checkpoint file by file.")
-        .inert("checkpoints are always read in pieces here"),
+        .always("true", "checkpoints are always read in pieces here"),
     key("override_module_apply", Kind::Bool, "true", "Make initialisers see whole parameters.")
-        .inert("initialisers always see whole parameters here"),
+        .always("true", "initialisers always see whole parameters here"),
     key("cpu_offload", Kind::Bool, "null", "Old form of `offload_optimizer`.")
         .deprecated(Deprecated::Switch { replaced_by: "offload_optimizer", on: SWITCH_TO_CPU }),
     key("cpu_offload_param", Kind::Bool, "null", "Old form of `offload_param`.")

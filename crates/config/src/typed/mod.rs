@@ -10,7 +10,7 @@ mod torch;
 mod zero;
 
 pub use one_bit::{OneBit, OneBitLamb, OneBitRule, ZeroOneAdam};
-pub use optimizer::{Adagrad, Adam, Lamb, Lion, Muon, Optimizer, Sgd};
+pub use optimizer::{Adagrad, Adam, Lamb, Lion, Muon, Optimizer, ScheduleFree, Sgd};
 pub use precision::{DataType, LossScale, Precision};
 pub use sampling::{CUTS_SEQUENCES, CurriculumMetric, DataSampling, MetricDifficulty};
 pub use scheduler::{

@@ -22,6 +22,8 @@ pub enum Optimizer {
     Muon(Muon),
     /// One of the framework's.
     Torch(Torch),
+    /// Schedule-Free AdamW.
+    ScheduleFree(ScheduleFree),
     /// One that exchanges momentum at one bit per value.
     OneBit(OneBit),
     /// Accepted, but nothing runs it yet.
@@ -127,6 +129,21 @@ pub struct Muon {
     pub decoupled_weight_decay: bool,
 }
 
+/// Parameters of Schedule-Free AdamW.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+pub struct ScheduleFree {
+    /// Learning rate.
+    pub lr: f64,
+    /// Where training lies between the mean and the newest step, and the decay of the second moment.
+    pub betas: [f64; 2],
+    /// Added to the denominator.
+    pub eps: f64,
+    /// Weight decay.
+    pub weight_decay: f64,
+    /// Steps over which the rate grows.
+    pub warmup_steps: u64,
+}
+
 impl Optimizer {
     /// The learning rate, where it is known.
     pub fn lr(&self) -> Option<f64> {
@@ -137,6 +154,7 @@ impl Optimizer {
             | Optimizer::Lion(Lion { lr, .. })
             | Optimizer::Lamb(Lamb { lr, .. })
             | Optimizer::Muon(Muon { lr, .. })
+            | Optimizer::ScheduleFree(ScheduleFree { lr, .. })
             | Optimizer::Torch(Torch { lr, .. })
             | Optimizer::OneBit(OneBit { lr, .. }) => Some(*lr),
             Optimizer::NotYet { params, .. } => params.get("lr").and_then(Value::as_f64),
@@ -146,7 +164,7 @@ impl Optimizer {
     /// How many values per parameter its state holds, besides the master weight; `None` where that is unknown.
     pub fn states_per_parameter(&self) -> Option<u64> {
         match self {
-            Optimizer::Adam(_) | Optimizer::Lamb(_) => Some(2),
+            Optimizer::Adam(_) | Optimizer::Lamb(_) | Optimizer::ScheduleFree(_) => Some(2),
             // Nearly all weights are in matrices.
             Optimizer::Adagrad(_) | Optimizer::Lion(_) | Optimizer::Muon(_) => Some(1),
             Optimizer::Sgd(sgd) => Some(u64::from(sgd.momentum != 0.0)),
@@ -181,6 +199,7 @@ pub(super) fn build(full: &Map<String, Value>) -> Result<Option<Optimizer>, Stri
         "Lion" => Optimizer::Lion(read.get(params)?),
         "Lamb" => Optimizer::Lamb(read.get(params)?),
         "Muon" => Optimizer::Muon(muon(&read)?),
+        "ScheduleFreeAdamW" => Optimizer::ScheduleFree(read.get(params)?),
         _ => Optimizer::NotYet { name, params: read.get::<Option<_>>(params)?.unwrap_or_default() },
     }))
 }

@@ -15,13 +15,24 @@ fn the_manual_is_not_stale() {
 }
 
 #[test]
-fn every_key_without_effect_is_listed_with_its_reason() {
+fn every_key_that_does_not_act_is_listed_with_its_reason() {
     let path = ferrospeed_testkit::golden::repository_root().join("docs/differences.md");
     let written = std::fs::read_to_string(&path).unwrap_or_default();
-    assert!(
-        written.contains(&docs::without_effect()),
-        "the table in docs/differences.md is stale: write it anew with `cargo run -p ferrospeed-config --example write_docs -- differences`"
-    );
+    for (name, table) in
+        [("differences", docs::without_effect()), ("always", docs::always_so()), ("refused", docs::refused())]
+    {
+        assert!(
+            written.contains(&table),
+            "a table in docs/differences.md is stale: write it anew with `cargo run -p ferrospeed-config --example write_docs -- {name}`"
+        );
+    }
+}
+
+#[test]
+fn at_most_forty_keys_do_nothing_and_each_says_why() {
+    let count = docs::count_without_effect();
+    assert!(count <= 40, "{count} keys do nothing");
+    assert!(!docs::without_effect().contains("nothing is said of it"), "{}", docs::without_effect());
 }
 
 #[test]

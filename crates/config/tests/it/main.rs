@@ -2,6 +2,7 @@
 
 mod deepspeed_keys;
 mod docs;
+mod examples;
 mod golden;
 mod messages;
 mod property;

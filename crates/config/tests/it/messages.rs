@@ -168,14 +168,14 @@ fn deprecated_and_unimplemented_keys_warn_once_each() {
     );
     assert_eq!(
         warnings("{ \"train_batch_size\": 8, \"comet\": {\"enabled\": true, \"project\": \"x\"} }"),
-        "ds.json:1:26: warning: `comet`: accepted, but nothing acts on it yet"
+        "ds.json:1:26: warning: `comet`: has no effect: there is no client of Comet here: `csv_monitor`, `tensorboard` and `wandb` keep curves"
     );
     assert_eq!(warnings("{ \"train_batch_size\": 8, \"comet\": {\"enabled\": false} }"), "");
     assert_eq!(
-        warnings(
+        refuse(
             "{ \"train_batch_size\": 8, \"data_efficiency\": {\"enabled\": true, \"data_sampling\": {\"dynamic_batching\": {\"enabled\": true}}} }"
         ),
-        "ds.json:1:81: warning: `data_efficiency.data_sampling.dynamic_batching`: accepted, but nothing acts on it yet"
+        "ds.json:1:81: error: `data_efficiency.data_sampling.dynamic_batching`: not supported: batches have as many samples as the file says; recipes pack sequences to one length instead\n  help: remove it"
     );
 }
 
@@ -246,8 +246,16 @@ fn only_what_nothing_acts_on_is_said_to_be_so() {
         ""
     );
     assert_eq!(
-        warnings("{ \"train_batch_size\": 1, \"checkpoint\": { \"use_node_local_storage\": true } }"),
-        "ds.json:1:42: warning: `checkpoint.use_node_local_storage`: accepted, but nothing acts on it yet"
+        refuse("{ \"train_batch_size\": 1, \"checkpoint\": { \"use_node_local_storage\": true } }"),
+        "ds.json:1:42: error: `checkpoint.use_node_local_storage`: not supported: a checkpoint lies in one folder that all hosts see; copy what a host needs to its disk\n  help: remove it"
+    );
+    // What always happens may be asked for; the other value cannot be had.
+    let zero = |key: &str| {
+        format!("{{ \"train_batch_size\": 1, \"zero_optimization\": {{ \"stage\": 2, {key} }} }}")
+    };
+    assert_eq!(warnings(&zero("\"elastic_checkpoint\": true, \"contiguous_gradients\": true")), "");
+    assert!(
+        warnings(&zero("\"contiguous_gradients\": false")).contains("has no effect: gradients always travel")
     );
     let refused = refuse(
         "{ \"train_batch_size\": 1, \"optimizer\": { \"type\": \"Lamb\", \"params\": { \"max_coeff\": 0.001 } } }",
@@ -421,4 +429,31 @@ fn where_a_file_depends_on_the_version_it_says_so() {
             "`zero_optimization.offload_optimizer.pin_memory` is not given, which is false, and true since 0.19.5"
         ]
     );
+}
+
+#[test]
+fn a_rule_without_a_schedule_takes_none() {
+    let refused = refuse(
+        r#"{ "train_batch_size": 1, "optimizer": { "type": "ScheduleFreeAdamW" }, "scheduler": { "type": "WarmupLR" } }"#,
+    );
+    assert!(refused.contains("`scheduler`: ScheduleFreeAdamW has no schedule"), "{refused}");
+    let refused = refuse(
+        r#"{ "train_batch_size": 1, "optimizer": { "type": "ScheduleFreeAdamW", "params": { "betas": [0, 0.99] } } }"#,
+    );
+    assert!(refused.contains("write a first one above 0"), "{refused}");
+}
+
+#[test]
+fn muon_says_what_it_cannot_do() {
+    let muon = |more: &str, params: &str| {
+        refuse(&format!(
+            r#"{{ "train_batch_size": 1, {more} "optimizer": {{ "type": "muon", "params": {{ {params} }} }} }}"#
+        ))
+    };
+    let heads = muon("", r#""per_head_muon": true"#);
+    assert!(heads.contains("models do not say which rows of a matrix are whose head's"), "{heads}");
+    let slices = muon(r#""tensor_parallel": { "autotp_size": 2 },"#, "");
+    assert!(slices.contains("Muon needs whole matrices, and ranks hold slices of them"), "{slices}");
+    let decay = muon("", r#""betas": [0.9, 0]"#);
+    assert!(decay.contains("write a second decay above 0"), "{decay}");
 }

@@ -9,6 +9,7 @@ mod compression;
 mod costs;
 mod cuda;
 mod curves;
+mod deepspeed_issues;
 mod eigenvalues;
 mod equality;
 mod equality_processes;

@@ -116,7 +116,7 @@ fn a_device_holds_no_gradients_that_have_left() {
 #[test]
 fn every_optimizer_works_on_a_disk() {
     let folder = tempfile::tempdir().unwrap();
-    for optimizer in ["Adam", "SGD", "Adagrad", "Lion", "Lamb", "Muon"] {
+    for optimizer in ["Adam", "SGD", "Adagrad", "Lion", "Lamb", "Muon", "ScheduleFreeAdamW"] {
         let plain = configuration("bf16", 1, optimizer);
         let away = offloaded(plain.clone(), COMBINATIONS[2], folder.path());
         assert_eq!(train(2, away), train(2, in_memory(plain)), "{optimizer}");

@@ -76,6 +76,7 @@ fn optimizers_of_the_framework_give_the_same_bits_in_all_stages() {
         ("Rprop", json!({"lr": 1e-3})),
         ("Adam", json!({"amsgrad": true})),
         ("SGD", json!({"lr": 0.01, "maximize": true, "momentum": 0.9})),
+        ("ScheduleFreeAdamW", json!({"lr": 0.01, "warmup_steps": 2, "weight_decay": 0.1})),
     ] {
         let of_stage = |stage| train(ds_config(stage, json!({"type": name, "params": params})));
         let whole = of_stage(0);
@@ -184,6 +185,47 @@ fn an_optimizer_and_a_schedule_of_ones_own_train_in_all_stages_and_go_on_from_a_
 }
 
 #[test]
+fn a_schedule_free_model_is_its_mean_in_the_end_and_goes_on_in_another_stage() {
+    let place = Arc::new(tempfile::tempdir().unwrap());
+    let free = json!({"type": "ScheduleFreeAdamW", "params": {"lr": 0.02, "betas": [0.8, 0.99]}});
+    let run = |stage: u8, other: Option<u8>| {
+        let (place, free) = (place.clone(), free.clone());
+        on_ranks(2, move |world| {
+            let rank = world.rank();
+            let (mut model, mut parameters) = Model::build(&description());
+            let mut engine =
+                common::engine(world.clone(), &ds_config(stage, free.clone()), &parameters, None, None, 1);
+            (0..2).for_each(|number| drop(step(&mut engine, &model, number, rank)));
+            if let Some(other) = other {
+                let folder = place.path().join(format!("{stage}"));
+                engine.save_checkpoint(&folder, &SaveOptions::default()).unwrap();
+                (model, parameters) = Model::build(&description());
+                engine = common::engine(world, &ds_config(other, free.clone()), &parameters, None, None, 1);
+                engine.load_checkpoint(&folder, &LoadOptions::default()).unwrap();
+            }
+            step(&mut engine, &model, 2, rank);
+            let mut bits = Vec::new();
+            for param in parameters.as_slice() {
+                let written = engine.weight_as_read(param).unwrap();
+                let trained = engine.store().full(param, Which::Weight).unwrap();
+                let ahead = engine.store().full(param, Which::State("z_ahead")).unwrap();
+                for ((written, trained), ahead) in written.iter().zip(trained).zip(ahead) {
+                    // What lies between y and x: a quarter of what z is ahead, where the first beta is 0.8.
+                    assert!((written - (trained - 0.25 * ahead)).abs() <= 1e-6 * trained.abs().max(1.0));
+                    bits.extend([written.to_bits(), trained.to_bits()]);
+                }
+            }
+            assert!(bits.chunks(2).any(|pair| pair[0] != pair[1]), "the mean is another model");
+            bits
+        })
+    };
+    let whole = run(0, None);
+    for stage in 0..=3 {
+        assert!(run(stage, Some((stage + 1) % 4)) == whole, "stage {stage}, continued in another");
+    }
+}
+
+#[test]
 fn muon_goes_on_in_another_stage_where_it_was_saved() {
     let place = Arc::new(tempfile::tempdir().unwrap());
     let muon = json!({"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 1e-3, "weight_decay": 0.1}});
@@ -201,7 +243,8 @@ fn muon_goes_on_in_another_stage_where_it_was_saved() {
                     let folder = place.path().join(format!("{stage}"));
                     engine.save_checkpoint(&folder, &SaveOptions::default()).unwrap();
                     let (model, parameters) = Model::build(&description());
-                    engine = common::engine(world, &ds_config(other, muon.clone()), &parameters, None, None, 1);
+                    engine =
+                        common::engine(world, &ds_config(other, muon.clone()), &parameters, None, None, 1);
                     engine.load_checkpoint(&folder, &LoadOptions::default()).unwrap();
                     (model, parameters)
                 }

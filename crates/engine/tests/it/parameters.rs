@@ -167,6 +167,30 @@ fn a_leaf_module_is_gathered_whole_so_that_ranks_may_read_it_unlike_each_other()
 }
 
 #[test]
+fn a_leaf_module_may_be_named_by_the_configuration() {
+    let run = |leaf_module: Value| {
+        on_ranks(2, move |world| {
+            let rank = world.rank();
+            let init = Init::root();
+            let model = Experts::build(&init);
+            let parameters = init.parameters();
+            let mut value = configuration(3);
+            value["zero_optimization"]["leaf_module"] = leaf_module.clone();
+            let setup = Setup::new(config(&value, world.size()), world, device(1));
+            let mut engine = initialize_model(&setup, &parameters, Options::default()).unwrap();
+            for _ in 0..4 {
+                step(&mut engine, |x| model.loss(x, chosen(rank))).map_err(|error| error.to_string())?;
+            }
+            Ok::<_, String>(weights(&engine, &parameters))
+        })
+    };
+    let named = run(json!({"names": ["moe"]}));
+    assert!(named[0].is_ok(), "{:?}", named[0]);
+    assert_eq!(run(json!({"name_suffixes": ["oe"]})), named);
+    assert!(run(json!({"names": []}))[0].is_err());
+}
+
+#[test]
 fn a_unit_needs_no_naming_and_routers_may_change_their_minds() {
     let run = |stage: u8| {
         on_ranks(2, move |world| {

@@ -55,7 +55,7 @@ impl<'c> Exporter<'c> {
             let first = states.len();
             for param in self.shared(group, rank).2 {
                 let mut own = Vec::new();
-                for name in &self.state_names {
+                for name in self.state_names_of(&[param]) {
                     for state in self.states(name, &[param])? {
                         own.push((name.clone(), arrays.add(Dtype::F32, &state.shape, state.all())));
                     }
@@ -131,6 +131,16 @@ impl<'c> Exporter<'c> {
         params.iter().map(find).collect()
     }
 
+    /// The states that some parameters have: a rule may keep others for matrices than for the rest.
+    fn state_names_of<'a>(&'a self, params: &'a [&Whole<'c>]) -> impl Iterator<Item = &'a String> {
+        self.state_names.iter().filter(move |name| {
+            let has = |param: &&Whole<'c>| {
+                self.index.contains_key(&(Kind::State(name.to_string()), param.name.clone()))
+            };
+            params.is_empty() || params.iter().any(has)
+        })
+    }
+
     /// A parameter's name in the optimizer file of a rank that holds it: experts are numbered from its own first one on.
     pub(super) fn local_name(&self, entry: &Whole<'c>) -> String {
         let Some((layer, id, rest)) = self.mixtures.expert(&entry.name) else { return entry.name.clone() };
@@ -168,7 +178,7 @@ impl<'c> Exporter<'c> {
             let step = self.step(arrays);
             steps.push(step);
             let mut states = Vec::new();
-            for name in &self.state_names {
+            for name in self.state_names_of(&params) {
                 let entries = self.states(name, &params)?;
                 states.push((name.clone(), arrays.add(Dtype::F32, &[part], own(&entries, to))));
             }
@@ -222,7 +232,7 @@ impl<'c> Exporter<'c> {
             let step = self.step(arrays);
             steps.push(step);
             let mut states = Vec::new();
-            for name in &self.state_names {
+            for name in self.state_names_of(&params) {
                 let entries = self.states(name, &params)?;
                 states.push((name.clone(), arrays.add(Dtype::F32, &[numel], own(&entries))));
             }
