@@ -57,19 +57,24 @@ def owner_of(param: torch.Tensor, call: str) -> tuple[Any, int]:
     return found
 
 
-class Init(contextlib.AbstractContextManager):
-    """Modules that are made within are those of one rank, as outside.
+# Of DeepSpeed's arguments of `Init`, those that say how it divides what is made within, or what `initialize` is told anyway.
+_INIT_OPTIONS = {
+    "config", "config_dict_or_path", "data_parallel_group", "dtype", "mem_efficient_linear", "mpu", "param_dict", "pin_memory",
+    "sequence_data_parallel_group", "zero_param_parallel_group", "zero_quantized_nontrainable_weights", "zero_quantized_weights",
+}
 
-    A torch module has its values from when it is made until an engine takes them over, one module at a time; build it on the
-    "meta" device and load weights by a checkpoint where that is too much. DeepSpeed's arguments are taken where they say nothing
-    else: another device or type than the engine's is refused.
+
+class Init(contextlib.AbstractContextManager):
+    """For programs that have it around the making of a module: here a module has its values from when it is made until an engine
+    takes them over, within this as outside. So each rank needs room for the module once, in its own type, while it is made.
     """
 
     def __init__(self, module: Any = None, enabled: bool = True, remote_device: str | None = None, **options: Any) -> None:
+        unknown = sorted(set(options) - _INIT_OPTIONS)
+        if unknown:
+            raise TypeError(f"zero.Init() has no argument '{unknown[0]}'")
         if remote_device not in (None, "none", "cpu"):
             raise NotImplementedError(f"zero.Init: remote_device={remote_device!r} is not taken")
-        self._enabled = enabled
-        self._options = options
 
     def __enter__(self) -> "Init":
         return self

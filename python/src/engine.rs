@@ -219,7 +219,7 @@ impl Engine {
 
     /// Gives up a backward that failed, and all gradients since the last step.
     fn abandon_backward(&self, py: Python<'_>) -> PyResult<()> {
-        drop(self.backward.lock().unwrap_or_else(PoisonError::into_inner).take());
+        *self.backward.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.zero_grad(py)
     }
 

@@ -80,8 +80,10 @@ class Training(unittest.TestCase):
         for name, case in named.items():
             for rank, (ours, theirs) in enumerate(zip(told[name], golden[name])):
                 tolerance = TOLERANCE[case["dtype"]]
+                apart = max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"]))
+                print(f"{name}, rank {rank}: losses are at most {apart:.1e} from DeepSpeed's")
                 self.near(ours["losses"], theirs["losses"], tolerance, f"{name}: losses of rank {rank}")
-                self.near(ours["rates"], theirs["rates"], 1e-9, f"{name}: rates of rank {rank}")
+                self.near(ours["rates"], theirs["rates"], 1e-8, f"{name}: rates of rank {rank}")
 
     def test_a_plain_backward_of_the_loss_is_a_backward_of_the_engine(self) -> None:
         for stage in (0, 2, 3):

@@ -22,7 +22,7 @@ config = LlamaConfig(
 )
 model = LlamaForCausalLM(config)
 common = dict(
-    output_dir=folder, deepspeed=ds_config, max_steps=steps, per_device_train_batch_size=2, learning_rate=1e-2,
+    output_dir=folder, deepspeed=None if ds_config == "none" else ds_config, max_steps=steps, per_device_train_batch_size=2, learning_rate=1e-2,
     logging_steps=1, save_strategy="no", report_to=[], bf16=False, gradient_checkpointing=False,
 )
 lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -48,4 +48,5 @@ trainer.train()
 trainer.save_model(folder + "/adapter")
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 if trainer.args.process_index == 0:
+    print("NORMS", [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry])
     print("LOSSES", losses)
