@@ -3,7 +3,8 @@
 //! Three layers, each usable alone:
 //! - **Reading**: [`hostfile`], [`filter`], [`exports`], [`cores`], [`node_count`], [`world_info`].
 //! - **Planning**: [`plan::plan`] turns [`LaunchOptions`] into a command line and its environment without running
-//!   anything; [`node::NodeLaunch`] does the same for the ranks of one host.
+//!   anything; [`node::NodeLaunch`] does the same for the ranks of one host, [`pod`] for one that a scheduler of containers
+//!   has started, and [`write`] makes the file that a scheduler takes.
 //! - **Running**: [`LocalJob`] and [`run::run_node`] start real processes and supervise them.
 //!
 //! - **Going on**: [`elastic`] runs a job in rounds, with a coordinator and an agent per node, while nodes leave and come.
@@ -36,6 +37,7 @@ pub mod node;
 pub mod node_count;
 pub mod options;
 pub mod plan;
+pub mod pod;
 pub mod probe;
 pub mod run;
 mod runners;
@@ -43,6 +45,7 @@ pub mod shell;
 pub mod supervise;
 pub mod surroundings;
 pub mod world_info;
+pub mod write;
 
 pub use error::LaunchError;
 pub use local_job::LocalJob;

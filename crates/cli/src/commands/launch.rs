@@ -14,9 +14,10 @@ use ferrospeed_launch::options::{DEFAULT_HOSTFILE, DEFAULT_MAX_RESTARTS};
 use ferrospeed_launch::plan::{Action, LaunchPlan, Surroundings, plan};
 use ferrospeed_launch::run::{RunOptions, run_backend, run_node};
 use ferrospeed_launch::supervise::{OutputMode, SignalHandling};
-use ferrospeed_launch::surroundings::{Contact, ThisHost};
-use ferrospeed_launch::{Interpreter, JobOutcome, LaunchOptions, RankFailure, node_count, shell};
+use ferrospeed_launch::surroundings::{self, Contact, ThisHost};
+use ferrospeed_launch::{Interpreter, JobOutcome, LaunchOptions, RankFailure, node_count, pod, shell};
 
+use super::launch_write::{self, WriteArgs};
 use super::{launch_elastic, old_recorders};
 
 #[derive(Debug, Args)]
@@ -126,6 +127,9 @@ pub(crate) struct LaunchArgs {
     /// How many restarts an elastic job may use
     #[arg(long = "max_restarts", alias = "max-restarts", value_name = "COUNT", default_value_t = DEFAULT_MAX_RESTARTS)]
     pub(super) max_restarts: u32,
+    /// Start no agents: those that are started elsewhere, with `ferrospeed agent`, are the nodes of an elastic job
+    #[arg(long = "no_agents", alias = "no-agents")]
+    pub(super) no_agents: bool,
     /// Seconds for which an elastic job waits for hosts when there are too few
     #[arg(long = "wait_s", alias = "wait-s", value_name = "SECONDS", default_value_t = 600)]
     pub(super) wait_s: u32,
@@ -151,6 +155,12 @@ pub(crate) struct LaunchArgs {
     /// Seconds that ranks may take to go after SIGINT or SIGTERM
     #[arg(long = "grace_s", alias = "grace-s", value_name = "SECONDS", default_value_t = 30)]
     pub(super) grace_s: u32,
+    /// Print the job as a file for who schedules it, and run nothing: slurm (a script for sbatch), k8s, jobset or kubeflow
+    /// (manifests)
+    #[arg(long, value_name = "slurm|k8s|jobset|kubeflow", num_args = 0..=1, default_missing_value = "")]
+    pub(super) write: Option<String>,
+    #[command(flatten, next_help_heading = "For --write")]
+    pub(super) written: WriteArgs,
     /// Print what would be run, and run nothing
     #[arg(long = "dry_run", visible_alias = "dry-run")]
     pub(super) dry_run: bool,
@@ -254,6 +264,12 @@ impl LaunchArgs {
 pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
     ConnectOptions::check_environment().map_err(|error| Failure::Usage(error.to_string()))?;
     let options = args.to_options()?;
+    if let Some(target) = &args.write {
+        return launch_write::run(args, &options, target);
+    }
+    if let Some(place) = pod::place(&surroundings::environment())? {
+        return launch_write::be_node(args, &options, &place);
+    }
     let contact = if args.dry_run { Contact::Never } else { Contact::Allowed };
     let this_host = ThisHost::new(contact)?;
     if options.elastic && (options.min_elastic_nodes.is_some() || options.max_elastic_nodes.is_some()) {

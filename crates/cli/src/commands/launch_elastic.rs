@@ -13,6 +13,7 @@ use ferrospeed_command::{Failure, terminal};
 use ferrospeed_config::{AutoValues, Config};
 use ferrospeed_launch::elastic::coordinator::{ElasticJob, JobOptions};
 use ferrospeed_launch::elastic::{AllowedRanks, ElasticPlan, Limits, Verdict, plan_agents};
+use ferrospeed_launch::options::DEFAULT_MASTER_PORT;
 use ferrospeed_launch::plan::Surroundings;
 use ferrospeed_launch::surroundings::ThisHost;
 use ferrospeed_launch::{LaunchOptions, shell};
@@ -29,7 +30,10 @@ pub(super) fn run(
 ) -> Result<ExitCode, Failure> {
     let mut agent_options = vec![format!("--grace_s={}", args.grace_s)];
     agent_options.extend(args.no_prefix.then(|| "--no_prefix".to_owned()));
-    let plan = plan_agents(options, this_host, &agent_options)?;
+    let plan = match args.no_agents {
+        true => without_agents(options)?,
+        false => plan_agents(options, this_host, &agent_options)?,
+    };
     plan.notes.iter().for_each(|note| terminal::print_note(note));
     let slots: usize = plan.hosts.len().max(plan.max_nodes) * largest(&plan);
     let allowed = allowed_ranks(args, options, slots)?;
@@ -73,9 +77,28 @@ pub(super) fn run(
     Ok(ExitCode::from(verdict.exit_code()))
 }
 
+/// A job whose agents are started elsewhere.
+fn without_agents(options: &LaunchOptions) -> Result<ElasticPlan, Failure> {
+    let missing = |option: &str, why: &str| Failure::Usage(format!("--no_agents needs {option}: {why}"));
+    let address = options.master_addr.clone();
+    let most = options.max_elastic_nodes;
+    Ok(ElasticPlan {
+        hosts: Vec::new(),
+        address: address.ok_or_else(|| missing("--master_addr", "where agents find this host"))?,
+        port: options.master_port.unwrap_or(DEFAULT_MASTER_PORT),
+        min_nodes: options.min_elastic_nodes.unwrap_or(1).max(1) as usize,
+        max_nodes: most.ok_or_else(|| missing("--max_nodes", "nobody lists the hosts"))? as usize,
+        environment_removed: Vec::new(),
+        notes: Vec::new(),
+    })
+}
+
+/// What is asked for of nodes that nobody lists.
+const MOST_SLOTS: usize = 16;
+
 /// The most slots of a host that is listed: others are taken to be alike.
 fn largest(plan: &ElasticPlan) -> usize {
-    plan.hosts.iter().map(|host| host.slots).max().unwrap_or(1)
+    plan.hosts.iter().map(|host| host.slots).max().unwrap_or(MOST_SLOTS)
 }
 
 /// A `ferrospeed train …` command line.

@@ -23,6 +23,7 @@ use super::model::ModelArgs;
 use super::offload_folders::{check_offload_folders, free_bytes, offload_folders};
 use super::plan_asked::{Asked, Shared};
 use super::plan_search;
+use super::plan_simulate::{self, SimulateArgs};
 use super::rates::RateArgs;
 
 const GIB: f64 = (1u64 << 30) as f64;
@@ -88,7 +89,9 @@ pub(crate) struct PlanArgs {
     /// The rank that --placement is about
     #[arg(long, value_name = "RANK", default_value_t = 0, requires = "placement")]
     rank: usize,
-    #[command(flatten, next_help_heading = "Rates for --search")]
+    #[command(flatten, next_help_heading = "A step on paper")]
+    pub(super) simulate: SimulateArgs,
+    #[command(flatten, next_help_heading = "Rates for --search and --simulate")]
     pub(super) rates: RateArgs,
     /// Print JSON
     #[arg(long)]
@@ -115,10 +118,13 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     if args.search {
         return plan_search::run(args);
     }
-    if args.rates.is_given() {
-        return Err(Failure::Usage("rates are for --search".to_owned()));
+    if args.simulate.simulate {
+        return plan_simulate::run(args);
     }
-    let asked = Asked::read(args)?;
+    if args.rates.is_given() {
+        return Err(Failure::Usage("rates are for --search and --simulate".to_owned()));
+    }
+    let asked = Asked::read(args, args.world_size)?;
     check_offload_folders(&asked.config)?;
     if args.placement {
         return print_placement(args, &asked);
@@ -239,7 +245,7 @@ fn exchanges(request: &Request<'_>, sliced: u64, expert_ranks: u64) -> Vec<Strin
 }
 
 /// Which stage has which layers of the model; `None` where it is in one piece.
-fn staged(
+pub(super) fn staged(
     model: &Model,
     config: &Config,
     stages: NonZeroUsize,
@@ -258,7 +264,12 @@ fn staged(
 }
 
 /// What one rank holds of a model in slices and with experts on several ranks.
-fn spread(model: Model, slices: u64, expert_ranks: u64, world_size: u64) -> Result<Model, Failure> {
+pub(super) fn spread(
+    model: Model,
+    slices: u64,
+    expert_ranks: u64,
+    world_size: u64,
+) -> Result<Model, Failure> {
     let transformer = match model {
         Model::Transformer(transformer) => transformer.in_slices(slices),
         Model::Counts(_) if slices > 1 || expert_ranks > 1 => {

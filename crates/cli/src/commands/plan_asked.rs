@@ -47,16 +47,17 @@ pub(super) struct Shared {
 }
 
 impl Asked {
-    pub(super) fn read(args: &PlanArgs) -> Result<Asked, Failure> {
+    /// As the arguments say it, for so many data-parallel ranks where they are known.
+    pub(super) fn read(args: &PlanArgs, world_size: Option<NonZeroU64>) -> Result<Asked, Failure> {
         match args.input.recipe() {
-            Some(path) => Asked::of_recipe(args, path),
-            None => Asked::of_config(args),
+            Some(path) => Asked::of_recipe(args, world_size, path),
+            None => Asked::of_config(args, world_size),
         }
     }
 
-    fn of_config(args: &PlanArgs) -> Result<Asked, Failure> {
+    fn of_config(args: &PlanArgs, world_size: Option<NonZeroU64>) -> Result<Asked, Failure> {
         let (model, decoder) = args.model.read_all()?;
-        let data_ranks = args.world_size.unwrap_or(NonZeroU64::MIN);
+        let data_ranks = world_size.unwrap_or(NonZeroU64::MIN);
         let read = args.input.read().and_then(|read| read.with_overrides(&sizes(args))).map_err(refusal)?;
         let auto = match (&model, args.input.auto_values()) {
             (Model::Transformer(transformer), _) => AutoValues::new().with_hidden_size(transformer.hidden),
@@ -95,7 +96,7 @@ impl Asked {
     }
 
     /// As `ferrospeed train` would run it, with what the other arguments change.
-    fn of_recipe(args: &PlanArgs, path: &Path) -> Result<Asked, Failure> {
+    fn of_recipe(args: &PlanArgs, world_size: Option<NonZeroU64>, path: &Path) -> Result<Asked, Failure> {
         let mut overrides = args.input.overrides().to_vec();
         overrides.extend(sizes(args));
         let usage = |error: TrainError| Failure::Usage(error.to_string());
@@ -103,7 +104,7 @@ impl Asked {
         from_hub::bring(&mut recipe, path, FromHub::ModelConfig)?;
         let mesh = recipe.mesh();
         // As `train` has it: options of the command bring the ranks that they need, a recipe says how many there are.
-        let ranks = args.world_size.map_or_else(
+        let ranks = world_size.map_or_else(
             || match recipe.ranks {
                 // Refused below, whatever else is asked for.
                 0 => 0,

@@ -466,6 +466,52 @@ fn the_fastest_layout_that_fits_is_named_with_what_it_sends() {
 }
 
 #[test]
+fn a_step_of_a_thousand_ranks_is_simulated_with_failures_and_the_fastest_layouts() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let model = serde_json::json!({
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    });
+    std::fs::write(at("config.json"), model.to_string()).unwrap();
+    let config = r#"{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 16, "bf16": {"enabled": true},
+        "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}"#;
+    std::fs::write(at("ds_config.json"), config).unwrap();
+    let (config, model) = (at("ds_config.json"), at("config.json"));
+    let asked = ["plan", &config, "--model", &model, "--simulate", "--tp", "8", "--pp", "4"];
+    let machine = ["--device_gib", "80", "--host_gib", "900", "--nvme_gib", "0", "--ranks_per_host", "8"];
+    let rates = ["--flops", "600", "--memory_rate", "2400", "--wire_rate", "300", "--link_rate", "40"];
+    let more = ["--ranks", "1024", "--jitter", "2", "--slow", "37:1.5", "--host_hours", "10000"];
+    let output = ferrospeed(&[&asked[..], &machine, &rates, &more].concat());
+    let text = stdout(&output);
+    assert_eq!(output.status.code(), Some(0), "{text}{}", stderr(&output));
+    for what in [
+        "1024 ranks on 128 host(s): pp4×dp32×tp8, 1f1b",
+        "a step of 512 samples takes",
+        "slices, exposed",
+        "the others wait for rank 37",
+        "a host fails every 78.1 h somewhere",
+        "layouts of these ranks and this batch:",
+    ] {
+        assert!(text.contains(what), "'{what}' is not in:\n{text}");
+    }
+    let output = ferrospeed(&[&asked[..], &machine, &rates, &["--ranks", "64", "--json"]].concat());
+    let found: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!((&found["step"]["mesh"], &found["fits"]), (&serde_json::json!([4, 2, 1, 8]), &true.into()));
+    let best = found["best"].as_array().unwrap();
+    assert!(best[0]["step"]["step_s"].as_f64() <= found["step"]["step_s"].as_f64(), "{found}");
+    for (wrong, why) in [
+        (&["--ranks", "100"][..], "make 32 ranks of each replica"),
+        (&["--ranks", "64", "--slow", "64:2"], "counted from 0"),
+        (&["--ranks", "64", "--slow", "3"], "RANK:FACTOR"),
+    ] {
+        let output = ferrospeed(&[&asked[..], &machine, &rates, wrong].concat());
+        assert_eq!(output.status.code(), Some(2), "{wrong:?}: {}", stdout(&output));
+        assert!(stderr(&output).contains(why), "{wrong:?}: {}", stderr(&output));
+    }
+}
+
+#[test]
 fn a_checkpoint_and_its_exports_are_measured_in_json() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path().to_str().unwrap();

@@ -426,7 +426,7 @@ impl Slurm {
         let folder = self.folder.path().display();
         format!(
             "ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmctldPort={control}\nSlurmdPort={node}\n\
-             AuthType=auth/munge\nAuthInfo=socket={folder}/socket\nSlurmUser=root\nSlurmdUser=root\n\
+             AuthType=auth/munge\nAuthInfo=socket={folder}/socket,cred_expire=5\nSlurmUser=root\nSlurmdUser=root\n\
              StateSaveLocation={folder}\nSlurmdSpoolDir={folder}/spool\nSlurmctldPidFile={folder}/slurmctld.pid\n\
              SlurmdPidFile={folder}/slurmd.pid\nSlurmctldLogFile={folder}/slurmctld.log\n\
              SlurmdLogFile={folder}/slurmd.log\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n\
@@ -478,6 +478,66 @@ fn ranks_of_srun_are_one_job_and_a_batch_script_is_none() {
     let output = output_of(slurm.with_configuration(&mut command).current_dir(&folder));
     let said = std::fs::read_to_string(folder.path().join("said")).unwrap_or_default();
     assert!(output.status.success() && said.contains("finished"), "{said}{}", stderr(&output));
+}
+
+/// The script that is written for `sbatch`, in Slurm's own hands: told that its time is nearly over it has the run saved, and begun again
+/// by the queue it goes on.
+fn expect_to_be_begun_again(slurm: &Slurm, more: &[&str]) {
+    let folder = workplace();
+    let mut writing = binary();
+    writing.args(["launch", "--write", "slurm", "-n", "2", "--no_gpus"]).args(more);
+    writing.args(["--launcher_args", "--overcommit --output=said", "--"]).args(TRAIN);
+    let written = output_of(writing.args(["--set", "steps=1500"]).current_dir(&folder));
+    assert!(written.status.success(), "{}", stderr(&written));
+    std::fs::write(folder.path().join("job.sh"), &written.stdout).unwrap();
+    let mut submit = Command::new("sbatch");
+    let submit = slurm.with_configuration(submit.args(["--parsable", "job.sh"])).current_dir(&folder);
+    let submitted = output_of(submit.env("FERROSPEED_THREADS", "1"));
+    assert!(submitted.status.success(), "{}", stderr(&submitted));
+    let job = stdout(&submitted).trim().to_owned();
+    let said = || std::fs::read_to_string(folder.path().join("said")).unwrap_or_default();
+    let log = folder.path().join("run/log.jsonl");
+    let steps = || std::fs::read_to_string(&log).unwrap_or_default().lines().count();
+    wait_until("the first steps of the job", || steps() > 20);
+    // As Slurm does by `--signal=B:USR2@120`.
+    let mut notice = Command::new("scancel");
+    let notice = output_of(slurm.with_configuration(notice.args(["--batch", "--signal=USR2", &job])));
+    assert!(notice.status.success(), "{}", stderr(&notice));
+    wait_until("the job to save and leave", || said().contains("stopped by request after"));
+    let saved = steps();
+    assert!(saved < 1500, "{}", said());
+    wait_until("the job to be begun again", || said().contains(&format!("going on after step {saved}")));
+    wait_until("the job to finish", || said().contains("finished 1500 steps"));
+    assert_eq!(steps(), 1500);
+}
+
+#[test]
+fn a_job_that_was_written_for_slurm_saves_at_its_notice_and_goes_on_when_it_is_begun_again() {
+    let Some(slurm) = Slurm::start() else { return };
+    expect_to_be_begun_again(&slurm, &[]);
+    expect_to_be_begun_again(&slurm, &["--elastic_training", "--min_nodes", "1", "--max_nodes", "1"]);
+}
+
+/// A pod of Kubeflow's trainer, or of the manifests that are written, runs `launch` with torchrun's variables.
+#[test]
+fn pods_with_torchruns_variables_are_nodes_of_one_job() {
+    let folder = workplace();
+    let port = free_port();
+    let pod = |index: &str| {
+        let mut command = binary();
+        command.args(["launch", "--"]).args(TRAIN).current_dir(&folder).stdin(Stdio::null());
+        let place = [("PET_NNODES", "2"), ("PET_NPROC_PER_NODE", "1"), ("JOB_COMPLETION_INDEX", index)];
+        command.envs(place).env("PET_MASTER_ADDR", "127.0.0.1").env("PET_MASTER_PORT", &port);
+        command.env("FERROSPEED_JOB_TOKEN", "0123456789abcdef").stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let pods = ["0", "1"].map(pod).map(finish);
+    let said = pods.iter().map(|pod| format!("{}{}", stdout(pod), stderr(pod))).collect::<String>();
+    assert!(pods.iter().all(|pod| pod.status.success()), "{said}");
+    assert!(said.contains("2 ranks") && said.contains(&format!("finished {STEPS} steps")), "{said}");
+    let mut alone = binary();
+    let alone = output_of(alone.args(["launch", "--", "true"]).env("PET_NNODES", "2"));
+    assert!(stderr(&alone).contains("PET_NODE_RANK is missing"), "{}", stderr(&alone));
 }
 
 /// Runs two ranks, each in a folder of its own, as hosts with disks of their own have them; what both said of their failure.

@@ -72,9 +72,10 @@ pub fn run_agent(options: &AgentOptions, environment: Environment) -> Result<Age
         orders: orders.clone(),
     })?;
     let (reader, writer) = match call(options, &supervisor)? {
-        Called::Taken(reader, writer) => (reader, Arc::new(Mutex::new(writer))),
+        Called::Taken(connection) => *connection,
         Called::Told(signal) => return Ok(AgentEnd::Left(signal)),
     };
+    let writer = Arc::new(Mutex::new(writer));
     let (news, heard) = channel();
     listen(reader, orders.clone(), news)?;
     pulse(writer.clone(), orders.clone())?;
@@ -205,7 +206,7 @@ fn end_of(outcome: &JobOutcome) -> RoundEnd {
 }
 
 enum Called {
-    Taken(Reader, Writer),
+    Taken(Box<(Reader, Writer)>),
     /// A signal came first.
     Told(i32),
 }
@@ -217,7 +218,7 @@ fn call(options: &AgentOptions, supervisor: &Supervisor) -> Result<Called, Launc
     let refuse = |reason: String| LaunchError::Coordinator { meet: options.meet.clone(), reason };
     loop {
         let error = match try_call(options) {
-            Ok((reader, writer)) => return Ok(Called::Taken(reader, writer)),
+            Ok(connection) => return Ok(Called::Taken(Box::new(connection))),
             Err(error) => error,
         };
         // Who knows another token, or none, will not know ours later.

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use super::course::{Action, Course, Event, Limits, NodeId, Verdict};
@@ -93,7 +93,8 @@ impl ElasticJob {
         let (mut course, mut writers) = (Course::new(self.options.limits), HashMap::new());
         loop {
             let mut events = wait(&heard, &mut writers);
-            events.extend(self.supervisor.pause(Duration::ZERO).map(Event::Interrupted));
+            // SIGUSR2 too: by it batch systems say that time is nearly over.
+            events.extend(self.supervisor.take_signal().map(Event::Interrupted));
             if pulse.elapsed() >= PULSE {
                 pulse = Instant::now();
                 let all: Vec<NodeId> = writers.keys().copied().collect();
@@ -130,10 +131,7 @@ fn news_of(news: &Sender<News>) -> impl Fn(Event) + 'static {
 /// The next events; time passes where there are none.
 fn wait(heard: &Receiver<News>, writers: &mut HashMap<NodeId, Writer>) -> Vec<Event> {
     const TICK: Duration = Duration::from_millis(50);
-    let first = match heard.recv_timeout(TICK) {
-        Ok(news) => Some(news),
-        Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
-    };
+    let first = heard.recv_timeout(TICK).ok();
     let mut events = Vec::new();
     for news in first.into_iter().chain(heard.try_iter()) {
         events.push(match news {

@@ -163,7 +163,7 @@ impl Supervisor {
     }
 
     /// A signal that came since the last call.
-    fn take_signal(&self) -> Option<i32> {
+    pub(crate) fn take_signal(&self) -> Option<i32> {
         let signal = self.signals.as_ref().and_then(SignalWatch::take)?;
         self.options.orders.hear(signal);
         Some(signal)

@@ -3,3 +3,4 @@
 mod golden;
 mod hostile;
 mod local_job;
+mod written;
