@@ -186,7 +186,7 @@ fn what_an_engine_would_refuse_is_refused_before_ranks_begin() {
             &["optimizer={\"type\": \"Lamb\", \"params\": {\"min_coeff\": 20}}"],
             "`optimizer.params.min_coeff`: 20 is larger than max_coeff 10",
         ),
-        (&["optimizer.type=Muon"], "\"Muon\" does not run here"),
+        (&["optimizer.type=MuAdam"], "\"MuAdam\" does not run here"),
         (
             &["comms_logger={\"enabled\": true, \"prof_all\": false, \"prof_ops\": [\"x\"]}"],
             "'x' is no operation",

@@ -36,7 +36,7 @@ fn what_a_run_would_refuse_is_refused_by_check_and_plan_in_the_same_words() {
             vec!["pipeline.partition=\"parameter\"".to_owned(), "pipeline.stages=2".to_owned()],
             "did you mean 'parameters'?",
         ),
-        (vec!["optimizer.type=\"Muon\"".to_owned()], "\"Muon\" does not run here"),
+        (vec!["optimizer.type=\"MuAdam\"".to_owned()], "\"MuAdam\" does not run here"),
         (
             vec!["optimizer.type=\"OneBitAdam\"".to_owned(), "tensor_parallel.autotp_size=2".to_owned()],
             "same whole model",
@@ -346,7 +346,7 @@ fn a_refused_run_leaves_no_folder_and_of_an_earlier_one_nothing_is_lost() {
     };
     // Text is looked at, and then a key is wrong, ranks are too many, or there is nothing to go on from.
     for more in [
-        &["--set", "optimizer.type=Muon"][..],
+        &["--set", "optimizer.type=MuAdam"][..],
         &["-n", "2000"],
         &["--resume", &at("nowhere")],
         &["--resume", "step9"],
