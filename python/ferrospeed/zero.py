@@ -59,8 +59,8 @@ def owner_of(param: torch.Tensor, call: str) -> tuple[Any, int]:
 
 # Of DeepSpeed's arguments of `Init`, those that say how it divides what is made within, or what `initialize` is told anyway.
 _INIT_OPTIONS = {
-    "config", "config_dict_or_path", "data_parallel_group", "dtype", "mem_efficient_linear", "mpu", "param_dict", "pin_memory",
-    "sequence_data_parallel_group", "zero_param_parallel_group", "zero_quantized_nontrainable_weights", "zero_quantized_weights",
+    "config", "config_dict_or_path", "data_parallel_group", "dtype", "mem_efficient_linear", "mpu", "param_swapper", "pin_memory",
+    "sequence_data_parallel_group", "tensor_overrides", "zero_param_parallel_group", "zero_quantized_nontrainable_weights", "zero_quantized_weights",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import unittest
 from pathlib import Path
 
@@ -19,7 +20,7 @@ GOLDEN = Path(__file__).parent / "golden" / "deepspeed.json"
 STAGES = (0, 1, 2, 3)
 # In f32 as near as sums in another order allow; in 16 bits a rounding of a weight or a gradient moves a loss by as much as
 # its type has digits for, and 40 micro-batches add up.
-TOLERANCE = {"fp32": 1e-6, "bf16": 3e-2, "fp16": 4e-3}
+TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}
 
 
 def plain(kind: str, steps: int) -> tuple[list[float], torch.nn.Module]:
@@ -80,8 +81,6 @@ class Training(unittest.TestCase):
         for name, case in named.items():
             for rank, (ours, theirs) in enumerate(zip(told[name], golden[name])):
                 tolerance = TOLERANCE[case["dtype"]]
-                apart = max(abs(a - b) for a, b in zip(ours["losses"], theirs["losses"]))
-                print(f"{name}, rank {rank}: losses are at most {apart:.1e} from DeepSpeed's")
                 self.near(ours["losses"], theirs["losses"], tolerance, f"{name}: losses of rank {rank}")
                 self.near(ours["rates"], theirs["rates"], 1e-8, f"{name}: rates of rank {rank}")
 
@@ -93,6 +92,23 @@ class Training(unittest.TestCase):
                 self.assertEqual(ours[rank]["losses"], plainly[rank]["losses"], f"stage {stage}")
                 self.assertEqual(ours[rank]["losses"], scaled[rank]["losses"], f"stage {stage}")
                 self.assertEqual(ours[rank]["digest"], scaled[rank]["digest"], f"stage {stage}")
+
+    def test_state_that_is_offloaded_has_the_same_bits(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            disk = {"device": "nvme", "nvme_path": folder}
+            asked = []
+            for stage in (2, 3):
+                case = cases.full("gpt", stage, "bf16", steps=4)
+                asked.append(case)
+                for home in ({"device": "cpu"}, disk):
+                    asked.append(case | {"set": {"zero_optimization.offload_optimizer": home}})
+                asked.append(asked[-1] | {"set": {"zero_optimization.offload_optimizer": disk}})
+            asked[-1]["set"]["zero_optimization.offload_param"] = disk
+            told = ranks.run(asked, 2)
+        for case, result in zip(asked, told):
+            first = told[0 if case["stage"] == 2 else 4]
+            for name in ("losses", "norms", "digest"):
+                self.assertEqual(result[0][name], first[0][name], f"stage {case['stage']}, {case.get('set')}: {name}")
 
     def test_stage_3_has_few_weights_whole_at_once(self) -> None:
         case = {"module": "gpt", "stage": 3, "steps": 3}
