@@ -61,7 +61,7 @@ pub(super) fn run(
         retry: (args.retry_s > 0).then(|| Duration::from_secs(u64::from(args.retry_s))),
     })?;
     terminal::print_note(&format!("agents meet at {}", job.meeting_point()));
-    let verdict = job.run(|text| terminal::print_note(text))?;
+    let verdict = job.run(terminal::print_note)?;
     match &verdict {
         Verdict::Succeeded => {}
         Verdict::Failed { said, .. } => terminal::print_error(said),

@@ -56,7 +56,10 @@ pub struct Fitting {
 
 /// Layouts that fit, the fastest first, and how many were looked at. `resolve` makes a configuration of its text for a number of
 /// ranks that see samples of their own; `None` where it is refused.
-pub fn best(open: &Open<'_>, mut resolve: impl FnMut(&Value, u64) -> Option<Config>) -> (Vec<Fitting>, usize) {
+pub fn best(
+    open: &Open<'_>,
+    mut resolve: impl FnMut(&Value, u64) -> Option<Config>,
+) -> (Vec<Fitting>, usize) {
     let (mut found, mut looked_at) = (Vec::new(), 0);
     for (stages, schedule, layout) in choices(open) {
         looked_at += 1;
@@ -71,7 +74,8 @@ pub fn best(open: &Open<'_>, mut resolve: impl FnMut(&Value, u64) -> Option<Conf
 }
 
 fn choices(open: &Open<'_>) -> Vec<(u64, &'static str, Layout)> {
-    let powers = |most: u64| (0..63).map(|power| 1u64 << power).take_while(move |size| *size <= most.min(MOST_PARTS));
+    let powers =
+        |most: u64| (0..63).map(|power| 1u64 << power).take_while(move |size| *size <= most.min(MOST_PARTS));
     let mut all = Vec::new();
     for stages in powers(open.model.layers) {
         for tensor in powers(open.machine.rates.ranks_per_host) {
@@ -88,9 +92,19 @@ fn choices(open: &Open<'_>) -> Vec<(u64, &'static str, Layout)> {
                 // ZeRO's higher stages reduce each micro-batch, which stages of a pipeline do not.
                 let zero_stages: &[u8] = if stages == 1 { &[1, 3] } else { &[1] };
                 let schedules = if stages == 1 { &SCHEDULES[..1] } else { &SCHEDULES[..] };
-                for (&stage, &schedule) in zero_stages.iter().flat_map(|stage| schedules.iter().map(move |name| (stage, name))) {
+                for (&stage, &schedule) in
+                    zero_stages.iter().flat_map(|stage| schedules.iter().map(move |name| (stage, name)))
+                {
                     for recompute in [false, true] {
-                        let layout = Layout { stage, micro_batch, accumulation, recompute, tensor, sequence: 1, offload: Offload::AsConfigured };
+                        let layout = Layout {
+                            stage,
+                            micro_batch,
+                            accumulation,
+                            recompute,
+                            tensor,
+                            sequence: 1,
+                            offload: Offload::AsConfigured,
+                        };
                         all.push((stages, schedule, layout));
                     }
                 }

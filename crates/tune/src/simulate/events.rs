@@ -42,7 +42,12 @@ pub(super) struct Timeline {
 }
 
 impl Timeline {
-    pub(super) fn of(schedule: &Schedule, costs: &[StageCost], mesh: [u64; 4], machine: &Machine) -> Timeline {
+    pub(super) fn of(
+        schedule: &Schedule,
+        costs: &[StageCost],
+        mesh: [u64; 4],
+        machine: &Machine,
+    ) -> Timeline {
         let varies = machine.jitter > 0.0 || !machine.slow.is_empty();
         let replicas = if varies { mesh[1] } else { 1 };
         let lists: Vec<Vec<Instruction>> =
@@ -165,7 +170,8 @@ impl Timeline {
             let in_layers = cell.exposed_s * in_layers / of_micro.max(f64::MIN_POSITIVE);
             spent.push((Spent::Exposed(reason), in_layers + once));
         }
-        spent.retain(|(_, seconds)| *seconds > 0.0);
+        // What rounding leaves is nothing.
+        spent.retain(|(_, seconds)| *seconds > 1e-9 * last);
         spent.sort_by(|one, other| other.1.total_cmp(&one.1));
         spent
     }

@@ -123,7 +123,8 @@ impl StageCost {
         }
         let length = request.sequence_length.div_ceil(request.sequence_ranks.max(1));
         let tokens = request.config.batch.train_micro_batch_size_per_gpu.get().saturating_mul(length);
-        let bytes = tokens.saturating_mul(shape.hidden) as f64 * request.config.precision.data_type().bytes() as f64;
+        let bytes =
+            tokens.saturating_mul(shape.hidden) as f64 * request.config.precision.data_type().bytes() as f64;
         // The next stage's rank is as far away as all ranks of this one.
         let away = (mesh[1] * mesh[2] * mesh[3]).saturating_add(1);
         self.send_s = bytes / rate(machine, away);

@@ -130,7 +130,10 @@ fn the_bubble_is_the_schedules_and_more_micro_batches_make_it_less() {
         let step = Run::of(stages, 1, 1, micro_batches).on(&only_arithmetic());
         let expected = (stages - 1) as f64 / (micro_batches + stages - 1) as f64;
         let lost = 1.0 - step.flops_per_s / 6e14;
-        assert!(lost >= 0.9 * expected && lost < expected + 0.12, "{stages}×{micro_batches}: {lost} {expected}");
+        assert!(
+            lost >= 0.9 * expected && lost < expected + 0.12,
+            "{stages}×{micro_batches}: {lost} {expected}"
+        );
     }
     let mut zero_bubble = Run::of(4, 1, 1, 8);
     let even = zero_bubble.on(&only_arithmetic()).step_s;
@@ -162,7 +165,12 @@ fn a_slow_rank_is_found_and_all_wait_for_it() {
     assert_eq!(even.slowest, None);
     let step = run.on(&Machine { slow: vec![(37, 1.5)], ..hosts() });
     assert_eq!(step.slowest, Some(37));
-    assert!(step.step_s > 1.2 * even.step_s && step.step_s < 1.5 * even.step_s, "{} {}", even.step_s, step.step_s);
+    assert!(
+        step.step_s > 1.2 * even.step_s && step.step_s < 1.5 * even.step_s,
+        "{} {}",
+        even.step_s,
+        step.step_s
+    );
     let jittered = run.on(&Machine { jitter: 0.1, ..hosts() });
     assert!(jittered.step_s > even.step_s && jittered.step_s < 1.1 * even.step_s + 0.01);
     assert_eq!(run.on(&Machine { jitter: 0.1, ..hosts() }), jittered, "the same seed gives the same step");
@@ -196,7 +204,12 @@ fn the_best_layout_fits_and_is_the_fastest_of_those_that_do() {
         sequence_length: 8192,
         processor: Processor::Gpu,
         operands: Operands::InPlace,
-        capacity: Capacity { device_bytes: Some(90 * GIB), host_bytes: 900 * GIB, nvme_bytes: 0, ranks_per_host: 8 },
+        capacity: Capacity {
+            device_bytes: Some(90 * GIB),
+            host_bytes: 900 * GIB,
+            nvme_bytes: 0,
+            ranks_per_host: 8,
+        },
         machine: &machine,
     };
     let (found, looked_at) = best(&open, resolve);
@@ -212,7 +225,8 @@ fn the_best_layout_fits_and_is_the_fastest_of_those_that_do() {
 
 #[test]
 fn hosts_that_fail_leave_less_of_the_time_and_saves_come_at_youngs_interval() {
-    let failures = |hosts: u64| Failures { host_hours: 20_000.0, hosts, save_s: 20.0, restart_s: 300.0, seed: 7 }.run();
+    let failures =
+        |hosts: u64| Failures { host_hours: 20_000.0, hosts, save_s: 20.0, restart_s: 300.0, seed: 7 }.run();
     let few = failures(16);
     assert!((few.save_every_s - (2.0f64 * 20.0 * 20_000.0 * 3600.0 / 16.0).sqrt()).abs() < 1.0);
     assert!(few.useful > 0.98, "{few:?}");
@@ -265,7 +279,11 @@ fn megatrons_table_comes_out_within_a_sixth() {
         let step = run.on(&machine);
         // They count four forwards' worth of operations, of which the model needs three.
         let reached = step.flops_per_s / 1e12 * 4.0 / 3.0;
-        println!("{hidden:>6} {layers:>4} tp{tensor} pp{stages:<3} {gpus:>5} GPUs: {reached:>6.1} of {published:>6.1} TFLOP/s, bubble {:.1} %, exposed {:.1} %", 100.0 * step.bubble, 100.0 * step.exposed_s() / step.step_s);
+        println!(
+            "{hidden:>6} {layers:>4} tp{tensor} pp{stages:<3} {gpus:>5} GPUs: {reached:>6.1} of {published:>6.1} TFLOP/s, bubble {:.1} %, exposed {:.1} %",
+            100.0 * step.bubble,
+            100.0 * step.exposed_s() / step.step_s
+        );
         worst = worst.max((reached / published - 1.0).abs());
     }
     assert!(worst < 0.17, "{worst}");
