@@ -11,6 +11,8 @@ use std::fs::{File, TryLockError};
 use std::io::{BufWriter, Read, Write};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::time::Duration;
 
 use ferrospeed_text::{Codec, Sample};
@@ -30,6 +32,8 @@ use crate::token_file::{TokenFile, TokenType, read_at};
 const BATCH_BYTES: usize = 4 << 20;
 /// How often it is asked whether another builder is done.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How often whoever hears of it is asked while a batch becomes tokens, which may take seconds.
+const TELL_EVERY: Duration = Duration::from_millis(100);
 
 /// How far the making of a token file is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -201,7 +205,8 @@ fn is_what_was_written(found: &Manifest, files: &[&Path], checked_bytes: u64) ->
                 && now.iter().zip(before).all(|(now, before)| now.is_of_the_same(before))
         })
     };
-    found.stamps.as_ref().is_some_and(is_as_before) || checksum(files).ok() == Some(found.checksum)
+    found.stamps.as_ref().is_some_and(is_as_before)
+        || checksum(files, &mut || Ok(())).ok() == Some(found.checksum)
 }
 
 /// The stamps of a cache's files, where they are too large to be read whole every time.
@@ -215,8 +220,8 @@ fn stamps_of_large(files: &[&Path], checked_bytes: u64) -> Result<Option<Vec<Fil
     stamps_within(&files, checked_bytes).map(Some)
 }
 
-/// The checksum of a cache's files.
-fn checksum(files: &[&Path]) -> Result<u32> {
+/// The checksum of a cache's files; between blocks is asked whether to go on.
+fn checksum(files: &[&Path], go_on: &mut dyn FnMut() -> Result<()>) -> Result<u32> {
     let mut sum = crc32fast::Hasher::new();
     let mut block = vec![0; 1 << 20];
     for &path in files {
@@ -227,6 +232,7 @@ fn checksum(files: &[&Path]) -> Result<u32> {
                 break;
             }
             sum.update(&block[..count]);
+            go_on()?;
         }
     }
     Ok(sum.finalize())
@@ -250,7 +256,9 @@ fn make(
     // What lies there is looked at once more: somebody may have cut it while the rest was written.
     let masks = made.counted.map(|_| &*partial_mask.path);
     let all: Vec<&Path> = [&*partial.path, &partial_ends.path].into_iter().chain(masks).collect();
-    if checksum(&all)? != made.checksum {
+    let total_bytes = recipe.total_bytes();
+    let done = Preparing { bytes: total_bytes, total_bytes, tokens: made.tokens };
+    if checksum(&all, &mut || go_on(tell, done))? != made.checksum {
         let why = "is not what was written to it: somebody else changed it, or the disk did; start again";
         return Err(DataError::bad_file(&partial.path, why));
     }
@@ -276,6 +284,14 @@ fn make(
     vouching.takes(manifest)
 }
 
+/// Whether who hears of it says so.
+fn go_on(tell: Tell<'_>, now: Preparing) -> Result<()> {
+    match tell(now) {
+        ControlFlow::Continue(()) => Ok(()),
+        ControlFlow::Break(()) => Err(DataError::Stopped),
+    }
+}
+
 /// What was written.
 struct Written {
     tokens: u64,
@@ -293,7 +309,7 @@ pub(crate) fn write_documents(
     documents: &mut dyn Documents,
     tell: Tell<'_>,
 ) -> Result<()> {
-    let mut batch = Batch::default();
+    let (mut batch, codec) = (Batch::default(), Arc::new(codec.clone()));
     loop {
         let mut text = Vec::new();
         let piece = documents.next(&mut text)?;
@@ -301,11 +317,11 @@ pub(crate) fn write_documents(
             batch.add(text, piece == Piece::Last);
         }
         if batch.bytes >= BATCH_BYTES || piece == Piece::End {
-            batch.write(codec, &recipe.separator, writer)?;
             let (bytes, total_bytes) = (documents.bytes_read(), recipe.total_bytes());
-            if tell(Preparing { bytes, total_bytes, tokens: writer.tokens }).is_break() {
-                return Err(DataError::Stopped);
-            }
+            let tokens = writer.tokens;
+            let mut look = || go_on(tell, Preparing { bytes, total_bytes, tokens });
+            batch.write(&codec, &recipe.separator, writer, &mut look)?;
+            go_on(tell, Preparing { bytes, total_bytes, tokens: writer.tokens })?;
         }
         if piece == Piece::End {
             return Ok(());
@@ -418,18 +434,24 @@ impl Batch {
         self.has_text &= !ends;
     }
 
-    fn write(&mut self, codec: &Codec, separator: &[u32], writer: &mut Writer<'_>) -> Result<()> {
+    fn write(
+        &mut self,
+        codec: &Arc<Codec>,
+        separator: &[u32],
+        writer: &mut Writer<'_>,
+        look: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
         let (pieces, ends) = (std::mem::take(&mut self.pieces), std::mem::take(&mut self.ends));
         let continues = std::mem::take(&mut self.continues);
         self.bytes = 0;
-        let ids: Vec<Vec<u32>> = match codec {
+        let ids: Vec<Vec<u32>> = match &**codec {
             Codec::Bytes => {
                 pieces.iter().map(|piece| piece.iter().map(|&byte| byte.into()).collect()).collect()
             }
             // Every source has checked that its text is UTF-8: nothing is lost here.
             Codec::Tokenizer(_) => {
                 let texts = pieces.iter().map(|piece| String::from_utf8_lossy(piece).into_owned());
-                codec.encode_all(texts.zip(continues).collect())?
+                encoded(codec, texts.zip(continues).collect(), look)?
             }
         };
         for (ids, ends) in ids.iter().zip(ends) {
@@ -440,6 +462,36 @@ impl Batch {
             }
         }
         Ok(())
+    }
+}
+
+/// Pieces of text as tokens. They are made on a thread beside, so that who wants to stop is heard meanwhile; what nobody waits for any
+/// more is made to its end, and dropped.
+fn encoded(
+    codec: &Arc<Codec>,
+    texts: Vec<(String, bool)>,
+    look: &mut dyn FnMut() -> Result<()>,
+) -> Result<Vec<Vec<u32>>> {
+    if texts.is_empty() {
+        return Ok(Vec::new());
+    }
+    let (send, receive) = sync_channel(1);
+    let beside = Arc::clone(codec);
+    let work = move || {
+        let _ = send.send(beside.encode_all(texts));
+    };
+    let thread = std::thread::Builder::new().name("tokens".into()).spawn(work);
+    thread.map_err(|error| DataError::io(Path::new("a thread that makes tokens"))(error))?;
+    loop {
+        look()?;
+        match receive.recv_timeout(TELL_EVERY) {
+            Ok(ids) => return Ok(ids?),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => {
+                let why = std::io::Error::other("ended without a result");
+                return Err(DataError::io(Path::new("the thread that makes tokens"))(why));
+            }
+        }
     }
 }
 
@@ -513,7 +565,7 @@ mod tests {
             tokens: bytes.len() as u64,
             documents: 1,
             vocabulary: 256,
-            checksum: checksum(&files).unwrap(),
+            checksum: checksum(&files, &mut || Ok(())).unwrap(),
             counted: None,
             stamps: stamps_of_large(&files, 2 * MIB as u64).unwrap(),
         };

@@ -22,7 +22,7 @@ use crate::recipe::{Recipe, SaveRecipe};
 use crate::resume::{Resume, Starts};
 use crate::run::Progress;
 
-/// What signals ask of a run. Ranks agree at the end of each step.
+/// What signals ask of a run. Ranks agree at the end of each step, and on the way through what takes long without one.
 #[derive(Debug, Clone, Default)]
 pub struct StopRequests {
     /// End after this step: save, measure, write weights and report.
@@ -88,6 +88,9 @@ pub(crate) struct RunState {
     /// Its best validation.
     #[serde(default)]
     pub(crate) best: Best,
+    /// Whether the validation of this step was dropped, for the run was told to stop: the one that goes on makes it first.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) owes_validation: bool,
     /// Where adapters are trained: how, and on which weights.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) adapter: Option<AdapterState>,

@@ -1,10 +1,12 @@
 //! What one rank of a run does: `build` makes an engine of a recipe, `course` takes the steps (`steps` is one of them, `compare`
-//! and `reference` what preferences ask of it), `end` writes what is left; `said` is what a run says of itself.
+//! and `reference` what preferences ask of it), `end` writes what is left; `listening` hears what signals ask meanwhile; `said`
+//! is what a run says of itself.
 
 mod build;
 mod compare;
 mod course;
 mod end;
+mod listening;
 mod reference;
 mod said;
 mod steps;
@@ -89,6 +91,8 @@ struct Run<'a> {
     health: Health,
     /// Its best validation so far.
     best: Best,
+    /// Whether the validation of the last step was dropped, for the run was told to stop.
+    owes_validation: bool,
     /// With `activation_checkpointing.profile`.
     checkpoint_times: Option<Arc<CheckpointTimes>>,
     /// What checkpoints of a run with adapters say of them.

@@ -316,6 +316,31 @@ fn who_is_told_to_stop_leaves_nothing_half_done() {
 }
 
 #[test]
+fn who_listens_is_asked_while_a_batch_becomes_tokens_and_while_files_are_compared() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, cache) = (folder.path().join("text"), folder.path().join("cache"));
+    std::fs::write(&file, "some text\n".repeat(1000)).unwrap();
+    let source = Source::Text { paths: vec![file], extensions: vec![] };
+    let codec = Codec::from_file(&golden("tokenizer.json")).unwrap();
+    // All is read, and nothing is written yet: the only batch becomes tokens.
+    let at_work = |now: Preparing| now.bytes > 0 && now.tokens == 0;
+    let asked = std::cell::Cell::new(0);
+    let mut tell = |now: Preparing| {
+        asked.set(asked.get() + usize::from(now.tokens > 0));
+        if asked.get() == 2 || at_work(now) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    };
+    let stopped = source.open(&codec, &cache, &mut tell).err().unwrap();
+    assert!(matches!(stopped, DataError::Stopped) && asked.get() == 0, "{stopped} {asked:?}");
+    // Of bytes there is nothing to wait for; what was written is read once more.
+    let stopped = source.open(&Codec::Bytes, &cache, &mut tell).err().unwrap();
+    assert!(matches!(stopped, DataError::Stopped) && asked.get() == 2, "{stopped} {asked:?}");
+    let left = std::fs::read_dir(&cache).unwrap().map(|entry| entry.unwrap().path());
+    let left: Vec<_> = left.filter(|path| path.extension().is_none_or(|ending| ending != "lock")).collect();
+    assert!(left.is_empty(), "{left:?}");
+    assert!(source.open(&codec, &cache, &mut unheard).unwrap().len() > 1000);
+}
+
+#[test]
 fn ranks_that_start_together_make_one_token_file() {
     let folder = tempfile::tempdir().unwrap();
     let (file, cache) = (folder.path().join("text"), folder.path().join("cache"));

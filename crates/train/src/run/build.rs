@@ -100,6 +100,7 @@ pub(super) fn build<'a>(
         position: Position::default(),
         tokens: 0,
         best: Best::default(),
+        owes_validation: false,
         checkpoint_times,
         adapter: adapter_state,
     };

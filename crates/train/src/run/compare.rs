@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 
 use ferrospeed_comm::{Group, ReduceOp};
 use ferrospeed_data::{Mark, Split};
@@ -13,7 +14,9 @@ use ferrospeed_observe::EvalRecord;
 use ferrospeed_tensor::Tensor;
 
 use super::Run;
+use super::listening::Listening;
 use super::steps::IGNORED;
+use crate::checkpoint::Ending;
 use crate::error::Result;
 use crate::objective::{Document, Documents, Judgement, Measured, Objective, Row, Slope};
 
@@ -104,12 +107,23 @@ impl Run<'_> {
 
     /// How far the model has gone from its reference on the rows of some micro-batches, over all ranks; each of them has it. The engine
     /// evaluates meanwhile, as its caller has told it.
-    pub(super) fn drifts(&mut self, split: Split, micro_batches: &[Vec<u64>]) -> Result<Vec<Measured>> {
+    /// Where that may take long, somebody listens.
+    fn drifts(
+        &mut self,
+        split: Split,
+        micro_batches: &[Vec<u64>],
+        mut listening: Option<&mut Listening>,
+    ) -> Result<ControlFlow<Ending, Vec<Measured>>> {
         let mut drifts = vec![[0.0; 2]; micro_batches.len()];
         if !matches!(self.objective, Objective::Kto(_)) {
-            return Ok(drifts);
+            return Ok(ControlFlow::Continue(drifts));
         }
         for (drift, own) in drifts.iter_mut().zip(micro_batches) {
+            if let Some(listening) = &mut listening
+                && let ControlFlow::Break(ending) = listening.round()?
+            {
+                return Ok(ControlFlow::Break(ending));
+            }
             // Every rank takes part in every round; one without rows of its own repeats one that does not count.
             let indices = if own.is_empty() { &[0][..] } else { own };
             let rows = self.rows_of(split, indices, Documents::Stranger)?;
@@ -117,7 +131,7 @@ impl Run<'_> {
         }
         let mut sums = drifts.as_flattened().to_vec();
         self.engine.world().group().all_reduce(&mut sums, ReduceOp::Sum)?;
-        Ok(sums.chunks_exact(2).map(|sum| [sum[0], sum[1]]).collect())
+        Ok(ControlFlow::Continue(sums.chunks_exact(2).map(|sum| [sum[0], sum[1]]).collect()))
     }
 
     /// How likely the model holds the documents of some rows, without a loss.
@@ -204,11 +218,12 @@ impl Run<'_> {
         micro_batches: &[Vec<u64>],
     ) -> Result<((f32, StepReport), BTreeMap<String, f64>)> {
         self.engine.eval();
-        let drifts = self.drifts(Split::Train, micro_batches);
+        let drifts = self.drifts(Split::Train, micro_batches, None);
         self.engine.train();
+        let drifts = drifts?.continue_value().unwrap_or_default();
         let (objective, mut watched) = (self.objective, Watched::of(&self.objective));
         let (mut sum, mut report) = (0.0, StepReport::Accumulating);
-        for (index, (indices, drift)) in micro_batches.iter().zip(drifts?).enumerate() {
+        for (index, (indices, drift)) in micro_batches.iter().zip(drifts).enumerate() {
             let compared = self.compared(Split::Train, indices, objective.learnt_documents())?;
             let (model, said): (&Decoder, _) = (&self.model, RefCell::new(None));
             let loss = |mode| -> Result<Tensor> { Ok(compared.loss(model, &objective, drift, mode, &said)?) };
@@ -226,7 +241,12 @@ impl Run<'_> {
     }
 
     /// The mean loss over the first `count` rows to validate on, and what is watched of them.
-    pub(super) fn evaluate_comparisons(&mut self, step: u64, count: u64) -> Result<Option<EvalRecord>> {
+    pub(super) fn evaluate_comparisons(
+        &mut self,
+        step: u64,
+        count: u64,
+        listening: &mut Listening,
+    ) -> Result<ControlFlow<Ending, Option<EvalRecord>>> {
         let (rank, ranks) = (self.engine.data_rank() as u64, self.engine.data_ranks() as u64);
         let size = self.engine.train_micro_batch_size_per_gpu();
         let rounds: Vec<Vec<u64>> = (0..count.div_ceil(ranks * size))
@@ -235,9 +255,19 @@ impl Run<'_> {
             .collect();
         self.engine.eval();
         let (objective, mut watched) = (self.objective, Watched::of(&self.objective));
-        let drifts = self.drifts(Split::Validation, &rounds)?;
+        let drifts = match self.drifts(Split::Validation, &rounds, Some(listening))? {
+            ControlFlow::Continue(drifts) => drifts,
+            ControlFlow::Break(ending) => {
+                self.engine.train();
+                return Ok(ControlFlow::Break(ending));
+            }
+        };
         let mut sums = [0.0f64; 2];
         for (own, drift) in rounds.iter().zip(drifts) {
+            if let ControlFlow::Break(ending) = listening.round()? {
+                self.engine.train();
+                return Ok(ControlFlow::Break(ending));
+            }
             let indices = if own.is_empty() { &[0][..] } else { own };
             let compared = self.compared(Split::Validation, indices, objective.learnt_documents())?;
             let (model, said): (&Decoder, _) = (&self.model, RefCell::new(None));
@@ -256,7 +286,7 @@ impl Run<'_> {
         group.all_reduce(&mut tokens, ReduceOp::Sum)?;
         let measures = watched.over(&group)?;
         let (loss, tokens) = ((sums[0] / sums[1]) as f32, tokens[0] as u64);
-        Ok((sums[1] > 0.0).then_some(EvalRecord { step, loss, tokens, measures }))
+        Ok(ControlFlow::Continue((sums[1] > 0.0).then_some(EvalRecord { step, loss, tokens, measures })))
     }
 }
 

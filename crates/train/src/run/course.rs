@@ -1,5 +1,6 @@
 //! A run from its first step to its last, with all that watches it.
 
+use std::ops::ControlFlow;
 use std::time::Instant;
 
 use ferrospeed_checkpoint::CheckpointError;
@@ -13,6 +14,7 @@ use ferrospeed_tune::plan::Processor;
 use serde_json::json;
 
 use super::build::Built;
+use super::listening::Listening;
 use super::{Job, Progress, Run, RunInfo, Summary};
 use crate::best::Standing;
 use crate::checkpoint::{Checkpoints, Ending};
@@ -59,7 +61,13 @@ impl<'a, 'r> Course<'a, 'r> {
         if run.objective.has_reference() && !job.is_experiment {
             // The weights are those that the run starts from, whatever a checkpoint has made of them.
             let cache = recipe.data.cache.clone().unwrap_or_else(|| folder.data());
-            run.reference = Some(run.find_reference(&cache, &made_from, progress)?);
+            let found = run.find_reference(&cache, &made_from, &job.requests, progress);
+            if let (Err(TrainError::StoppedAtOnce(ending)), 0, Resume::No) =
+                (&found, job.world.rank(), &job.resume)
+            {
+                folder.note_ending(*ending, 0);
+            }
+            run.reference = Some(found?);
         }
         let checkpoints = Checkpoints::new(recipe, folder, job.fresh_optimizer);
         let resumed = run.resume(&checkpoints, &job.resume, folder, progress)?;
@@ -117,41 +125,91 @@ impl<'a, 'r> Course<'a, 'r> {
         self.replaces = replaces;
         let has_steps = self.summary.steps < self.run.recipe.steps;
         if let Some(ending) = Ending::asked([finish, leave]).filter(|_| has_steps) {
-            if rank == 0 {
-                folder.note_ending(ending, self.summary.steps);
-            }
-            return Err(TrainError::StoppedAtOnce(ending));
+            return Err(self.stopped_at_once(ending));
         }
         Ok(())
+    }
+
+    /// No step was taken, and none will be.
+    fn stopped_at_once(&self, ending: Ending) -> TrainError {
+        if self.job.world.rank() == 0 {
+            self.job.folder.note_ending(ending, self.summary.steps);
+        }
+        TrainError::StoppedAtOnce(ending)
+    }
+
+    /// To what is asked while something takes long without a step.
+    pub(super) fn listening(&self) -> Listening {
+        let before = Some(self.summary.ending).filter(|ending| *ending != Ending::Finished);
+        Listening::new(self.run.engine.world().group(), &self.job.requests, before)
     }
 
     /// Takes all steps, and what is validated, shown and saved after each.
     pub(super) fn walk(&mut self) -> Result<()> {
         let recipe = self.run.recipe;
         if recipe.eval.at_start && self.summary.steps == 0 && !self.job.is_experiment {
-            let found = self.validate(0)?;
-            // What the run starts from may be the best that it ever has.
-            found.map_or(Ok(Standing::Best), |record| self.compare(&record))?;
+            match self.validate(0)? {
+                ControlFlow::Break(ending) => return Err(self.stopped_at_once(ending)),
+                // What the run starts from may be the best that it ever has.
+                ControlFlow::Continue(found) => self.weigh(0, found)?,
+            };
+        }
+        if self.settle()? == Standing::Enough {
+            return Ok(());
         }
         for step in self.summary.steps + 1..=recipe.steps {
             let mut last = self.step(step)?;
-            let due = recipe.eval.every > 0 && step.is_multiple_of(recipe.eval.every);
             let at_end = last && self.summary.ending != Ending::Left && !self.job.is_experiment;
-            if (due || at_end)
-                && let Some(record) = self.validate(step)?
-            {
-                if due {
-                    self.run.engine.observe_metric(f64::from(record.loss));
+            let mut shown = ControlFlow::Continue(());
+            if self.validation_is_due(step) || at_end {
+                match self.validate(step)? {
+                    ControlFlow::Continue(found) => last |= self.weigh(step, found)? == Standing::Enough,
+                    ControlFlow::Break(ending) => {
+                        self.run.owes_validation = true;
+                        shown = ControlFlow::Break(ending);
+                    }
                 }
-                last |= self.compare(&record)? == Standing::Enough;
             }
-            self.show_samples(step)?;
+            if shown.is_continue() {
+                shown = self.show_samples(step)?;
+            }
+            if let ControlFlow::Break(ending) = shown {
+                (self.summary.ending, last) = (ending, true);
+            }
             self.save(step, last)?;
             if last {
                 break;
             }
         }
         Ok(())
+    }
+
+    fn validation_is_due(&self, step: u64) -> bool {
+        let every = self.run.recipe.eval.every;
+        every > 0 && step.is_multiple_of(every)
+    }
+
+    /// Makes the validation that the run it goes on from was not given the time for.
+    fn settle(&mut self) -> Result<Standing> {
+        let step = self.summary.steps;
+        let is_wanted = self.validation_is_due(step) || step >= self.run.recipe.steps;
+        if !std::mem::take(&mut self.run.owes_validation) || !is_wanted || self.job.is_experiment {
+            return Ok(Standing::Best);
+        }
+        match self.validate(step)? {
+            ControlFlow::Continue(found) => self.weigh(step, found),
+            // The checkpoint still owes it.
+            ControlFlow::Break(ending) => Err(self.stopped_at_once(ending)),
+        }
+    }
+
+    /// What a validation means for the run.
+    fn weigh(&mut self, step: u64, found: Option<EvalRecord>) -> Result<Standing> {
+        let Some(record) = found else { return Ok(Standing::Best) };
+        if step > 0 && self.validation_is_due(step) {
+            self.run.engine.observe_metric(f64::from(record.loss));
+        }
+        self.compare(&record)
     }
 
     /// Takes a step. Returns whether it is the last.
@@ -197,12 +255,16 @@ impl<'a, 'r> Course<'a, 'r> {
         Ok(())
     }
 
-    /// Measures what is only measured, if there is such, and writes it down.
-    fn validate(&mut self, step: u64) -> Result<Option<EvalRecord>> {
+    /// Measures what is only measured, if there is such, and writes it down; nothing of what is stopped on the way.
+    fn validate(&mut self, step: u64) -> Result<ControlFlow<Ending, Option<EvalRecord>>> {
         if self.run.sequences.count(Split::Validation) == 0 {
-            return Ok(None);
+            return Ok(ControlFlow::Continue(None));
         }
-        let Some(record) = self.run.evaluate(step)? else { return Ok(None) };
+        let mut listening = self.listening();
+        let record = match self.run.evaluate(step, &mut listening)? {
+            ControlFlow::Continue(Some(record)) => record,
+            other => return Ok(other),
+        };
         self.summary.validation_loss = Some(record.loss);
         if let Some(records) = &mut self.records {
             let begin = Instant::now();
@@ -214,7 +276,7 @@ impl<'a, 'r> Course<'a, 'r> {
             self.progress.eval(&record);
             self.summary.observing_seconds += begin.elapsed().as_secs_f64();
         }
-        Ok(Some(record))
+        Ok(ControlFlow::Continue(Some(record)))
     }
 
     /// Holds a validation against those before, and keeps the weights where none was better. All ranks have the same record.
@@ -247,17 +309,20 @@ impl<'a, 'r> Course<'a, 'r> {
     }
 
     /// Writes samples down after the steps that ask for them.
-    fn show_samples(&mut self, step: u64) -> Result<()> {
+    fn show_samples(&mut self, step: u64) -> Result<ControlFlow<Ending>> {
         let is_due = |every: u64| every > 0 && step.is_multiple_of(every);
         let shows = self.run.recipe.sample.as_ref().is_some_and(|sample| is_due(sample.every));
         if !shows || self.job.is_experiment {
-            return Ok(());
+            return Ok(ControlFlow::Continue(()));
         }
-        let samples = self.run.samples()?;
+        let samples = match self.run.samples(&mut self.listening())? {
+            ControlFlow::Continue(samples) => samples,
+            ControlFlow::Break(ending) => return Ok(ControlFlow::Break(ending)),
+        };
         if let (Some(records), Some(samples)) = (&mut self.records, samples) {
             records.samples(step, &samples);
         }
-        Ok(())
+        Ok(ControlFlow::Continue(()))
     }
 
     /// Saves a checkpoint where one is due.

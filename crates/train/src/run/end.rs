@@ -1,5 +1,6 @@
 //! The end of a run: what is still to be written, and what became of it.
 
+use std::ops::ControlFlow;
 use std::time::Instant;
 
 use ferrospeed_checkpoint::CheckpointError;
@@ -76,7 +77,12 @@ impl Course<'_, '_> {
             }
             exported => exported?,
         }
-        self.summary.sample = self.run.samples()?.map(|samples| samples.join("\n\n"));
+        // The weights are there: who wants to leave now only goes without a sample.
+        let samples = match self.run.samples(&mut self.listening())? {
+            ControlFlow::Continue(samples) => samples,
+            ControlFlow::Break(_) => None,
+        };
+        self.summary.sample = samples.map(|samples| samples.join("\n\n"));
         if let (0, Some(sample)) = (self.job.world.rank(), &self.summary.sample) {
             let written =
                 ferrospeed_files::write(folder.sample(), sample).map_err(TrainError::io(folder.sample()));

@@ -4,13 +4,17 @@
 //! model is ever held, and a run that goes on finds the same numbers. They are kept beside the tokens, in a file that says what it
 //! was made of and has a checksum; whatever has changed, or is damaged, is made again.
 
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use ferrospeed_comm::ReduceOp;
 use ferrospeed_data::Split;
 use serde_json::{Value, json};
 
+use super::listening::Listening;
 use super::{Progress, Run};
+use crate::checkpoint::StopRequests;
 use crate::error::{Result, TrainError};
 use crate::objective::Documents;
 
@@ -23,6 +27,8 @@ pub(super) struct Reference {
 
 /// A file of more is none of ours: rows are pairs of numbers.
 const MAX_BYTES: u64 = 1 << 36;
+/// Whoever waits reads how far it is.
+const LINES_APART: Duration = Duration::from_secs(10);
 const SPLITS: [Split; 2] = [Split::Train, Split::Validation];
 
 impl Reference {
@@ -52,6 +58,7 @@ impl Run<'_> {
         &mut self,
         folder: &Path,
         made_from: &Value,
+        requests: &StopRequests,
         progress: &mut dyn Progress,
     ) -> Result<Reference> {
         let counts = SPLITS.map(|split| self.sequences.count(split));
@@ -76,22 +83,37 @@ impl Run<'_> {
                 "the reference is made first: how likely the start weights hold both answers of {rows} rows"
             ));
         }
-        let made = self.make_reference(counts)?;
+        let made = self.make_reference(counts, requests, progress)?;
         if leads {
             write(&path, made_from, &made.numbers())?;
         }
         Ok(made)
     }
 
-    /// Each rank looks at its share of the rows.
-    fn make_reference(&mut self, counts: [u64; 2]) -> Result<Reference> {
+    /// Each rank looks at its share of the rows. Nothing is kept of what is stopped on the way.
+    fn make_reference(
+        &mut self,
+        counts: [u64; 2],
+        requests: &StopRequests,
+        progress: &mut dyn Progress,
+    ) -> Result<Reference> {
         let (rank, ranks) = (self.engine.data_rank() as u64, self.engine.data_ranks() as u64);
         let size = self.engine.train_micro_batch_size_per_gpu();
         let mut numbers = vec![0.0; 2 * (counts[0] + counts[1]) as usize];
+        let mut listening = Listening::new(self.engine.world().group(), requests, None);
+        let (leads, mut told) = (self.engine.world().rank() == 0, Instant::now());
         self.engine.eval();
         for (split, count) in SPLITS.into_iter().zip(counts) {
             let before = if split == Split::Train { 0 } else { counts[0] };
             for round in 0..count.div_ceil(ranks * size) {
+                if let ControlFlow::Break(ending) = listening.round()? {
+                    return Err(TrainError::StoppedAtOnce(ending));
+                }
+                if leads && told.elapsed() >= LINES_APART {
+                    told = Instant::now();
+                    let (done, all) = (before + round * ranks * size, counts[0] + counts[1]);
+                    progress.warning(&format!("the reference is being made: {done} of {all} rows"));
+                }
                 let first = (round * ranks + rank) * size;
                 let own: Vec<u64> = (first..(first + size).min(count)).collect();
                 // Every rank takes part in every round: stage 3 gathers together.

@@ -1,6 +1,7 @@
 //! The parts of a run: going on from a checkpoint, a step, an evaluation, a sample of text.
 
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use ferrospeed_comm::{ReduceOp, tell};
@@ -14,6 +15,7 @@ use ferrospeed_serve::inference::engine::GenerateCall;
 use ferrospeed_serve::sampling::SamplingOptions;
 use ferrospeed_tensor::{Param, Tensor};
 
+use super::listening::Listening;
 use super::{Progress, Run, RunInfo};
 use crate::architecture::{self, check_adapter, check_same};
 use crate::checkpoint::{Checkpoints, Ending, Resumed, RunState, StopRequests};
@@ -50,6 +52,7 @@ impl Run<'_> {
             changes.extend(architecture::changes(&state.model_config, &self.model_config));
             self.tokens = state.tokens;
             self.best = state.best;
+            self.owes_validation = state.owes_validation;
             if let (Some(before), Some(now)) = (&state.data, &self.data) {
                 changes.extend(before.changes(now));
             }
@@ -83,6 +86,7 @@ impl Run<'_> {
             trail: self.health.trail(),
             pass: self.order.pass().cloned(),
             best: self.best,
+            owes_validation: self.owes_validation,
             adapter: self.adapter.clone(),
         }
     }
@@ -287,7 +291,11 @@ impl Run<'_> {
     }
 
     /// The mean loss over the tokens of validation sequences that are predicted, if any are. Ranks share the sequences out.
-    pub(super) fn evaluate(&mut self, step: u64) -> Result<Option<EvalRecord>> {
+    pub(super) fn evaluate(
+        &mut self,
+        step: u64,
+        listening: &mut Listening,
+    ) -> Result<ControlFlow<Ending, Option<EvalRecord>>> {
         let available = self.sequences.count(Split::Validation);
         let count = if self.recipe.eval.sequences == 0 {
             available
@@ -295,7 +303,7 @@ impl Run<'_> {
             self.recipe.eval.sequences.min(available)
         };
         if self.objective != Objective::NextToken {
-            return self.evaluate_comparisons(step, count);
+            return self.evaluate_comparisons(step, count, listening);
         }
         let (rank, ranks) = (self.engine.data_rank() as u64, self.engine.data_ranks() as u64);
         let size = self.engine.train_micro_batch_size_per_gpu();
@@ -304,6 +312,10 @@ impl Run<'_> {
         // repeats one that does not count.
         let mut sums = [0.0f64, 0.0];
         for round in 0..count.div_ceil(ranks * size) {
+            if let ControlFlow::Break(ending) = listening.round()? {
+                self.engine.train();
+                return Ok(ControlFlow::Break(ending));
+            }
             let first = (round * ranks + rank) * size;
             let own: Vec<u64> = (first..(first + size).min(count)).collect();
             let counts = !own.is_empty();
@@ -319,7 +331,7 @@ impl Run<'_> {
         let alike = (self.engine.world().size() as u64 / ranks).max(1);
         let tokens = sums[1] as u64 / alike;
         let (loss, measures) = ((sums[0] / sums[1]) as f32, BTreeMap::new());
-        Ok((tokens > 0).then_some(EvalRecord { step, loss, tokens, measures }))
+        Ok(ControlFlow::Continue((tokens > 0).then_some(EvalRecord { step, loss, tokens, measures })))
     }
 
     /// How many tokens a sample and its prompt may have, and what allows no more.
@@ -375,9 +387,19 @@ impl Run<'_> {
     }
 
     /// Lets the model write, on the weights as they are. All ranks do, since they may hold them together.
-    pub(super) fn samples(&self) -> Result<Option<Vec<String>>> {
-        let Some(prompts) = self.sample_prompts()? else { return Ok(None) };
-        prompts.into_iter().map(|prompt| self.sample(prompt)).collect::<Result<_>>().map(Some)
+    pub(super) fn samples(
+        &self,
+        listening: &mut Listening,
+    ) -> Result<ControlFlow<Ending, Option<Vec<String>>>> {
+        let Some(prompts) = self.sample_prompts()? else { return Ok(ControlFlow::Continue(None)) };
+        let mut written = Vec::new();
+        for prompt in prompts {
+            if let ControlFlow::Break(ending) = listening.round()? {
+                return Ok(ControlFlow::Break(ending));
+            }
+            written.push(self.sample(prompt)?);
+        }
+        Ok(ControlFlow::Continue(Some(written)))
     }
 
     fn sample(&self, prompt: Vec<i64>) -> Result<String> {
