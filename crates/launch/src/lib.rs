@@ -4,7 +4,7 @@
 //! - **Reading**: [`hostfile`], [`filter`], [`exports`], [`cores`], [`node_count`], [`world_info`].
 //! - **Planning**: [`plan::plan`] turns [`LaunchOptions`] into a command line and its environment without running
 //!   anything; [`node::NodeLaunch`] does the same for the ranks of one host, [`pod`] for one that a scheduler of containers
-//!   has started, and [`write`] makes the file that a scheduler takes.
+//!   has started, and [`mod@write`] makes the file that a scheduler takes.
 //! - **Running**: [`LocalJob`] and [`run::run_node`] start real processes and supervise them.
 //!
 //! - **Going on**: [`elastic`] runs a job in rounds, with a coordinator and an agent per node, while nodes leave and come.

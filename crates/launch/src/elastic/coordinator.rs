@@ -1,7 +1,7 @@
 //! The coordinator: a [`Course`] with sockets, agents and a clock.
 //!
 //! A thread per connection reads; one loop takes events, asks the course, and writes. Connections that do not prove themselves
-//! in time are closed, and at most [`MOST_UNPROVEN`] of them wait at once.
+//! in time are closed, and at most 256 of them wait at once.
 
 use std::collections::HashMap;
 use std::net::{TcpListener, TcpStream};

@@ -5,10 +5,10 @@
 //! When a node leaves, or one comes that can be used, the round is ended (in order where ranks can still save, at once where
 //! they cannot), and the next begins with who is there: on a new port, with ranks counted anew, from the newest checkpoint.
 //!
-//! - [`plan`] says how each host's agent is started, before any is.
+//! - `plan` says how each host's agent is started, before any is.
 //! - [`course`] decides, as a pure function of events and time: who is in a round, when it ends, and why the job does.
-//! - [`message`] is what is said, [`signed`] proves who says it: nothing that a stranger sends is read.
-//! - [`coordinator`] and [`agent`] are the sockets, processes and clocks around both; [`hosts`] starts agents over ssh.
+//! - `message` is what is said, `signed` proves who says it: nothing that a stranger sends is read.
+//! - [`coordinator`] and [`agent`] are the sockets, processes and clocks around both; `hosts` starts agents over ssh.
 //!
 //! The coordinator never sends commands: what an agent starts stands on its own command line. Nobody waits for ever: both ends
 //! of every connection are heard from each second, and who is silent for [`SILENCE`] is gone.
