@@ -142,6 +142,8 @@ pub struct Teller {
     tenths: Option<u64>,
     told: Instant,
     phase: Option<Phase>,
+    /// The silence that was told last.
+    silent: Duration,
 }
 
 impl Default for Teller {
@@ -153,7 +155,7 @@ impl Default for Teller {
 impl Teller {
     /// Nothing has been said.
     pub fn new() -> Teller {
-        Teller { tenths: None, told: Instant::now(), phase: None }
+        Teller { tenths: None, told: Instant::now(), phase: None, silent: Duration::ZERO }
     }
 
     /// Says it, if it is news.
@@ -161,13 +163,33 @@ impl Teller {
         /// What is here sooner is not worth a line.
         const WORTH_TELLING_BYTES: u64 = 8 << 20;
         const LINES_APART: Duration = Duration::from_secs(2);
+        /// A silence that is told; the next when it has become twice as long.
+        const LONG: Duration = Duration::from_secs(10);
         let Progress { repository, file, phase, bytes, total_bytes } = *progress;
-        let is_new_phase = self.phase.replace(phase) != Some(phase);
-        if phase == Phase::Waiting {
-            if is_new_phase {
-                print_line(&format!("{repository}: another process downloads {file}; waiting for it"));
+        let before = self.phase.replace(phase);
+        match phase {
+            Phase::Receiving => self.silent = Duration::ZERO,
+            Phase::Waiting { process } => {
+                self.silent = Duration::ZERO;
+                if !matches!(before, Some(Phase::Waiting { .. })) {
+                    let process = process.map_or(String::new(), |id| format!(" ({id})"));
+                    print_line(&format!(
+                        "{repository}: another process{process} downloads {file}; waiting for it"
+                    ));
+                }
+                return;
             }
-            return;
+            Phase::Silent { waited, limit } => {
+                if waited >= (self.silent * 2).max(LONG) {
+                    self.silent = waited;
+                    print_line(&format!(
+                        "{repository}: the server has sent nothing new of {file} for {} s; it is given up after {} s",
+                        waited.as_secs(),
+                        limit.as_secs()
+                    ));
+                }
+                return;
+            }
         }
         if total_bytes < WORTH_TELLING_BYTES {
             return;

@@ -129,7 +129,25 @@ pub fn print_progress(text: &str) {
 }
 
 fn print_labelled(colour: Colour, label: &str, text: &str) {
-    print_line(&format!("{}: {text}", Paint::for_stderr().paint(colour, label)));
+    print_line(&format!("{}: {}", Paint::for_stderr().paint(colour, label), shortened(text)));
+}
+
+/// A text without the middle of words that nobody reads: a file may hold one of any length, and messages quote what they refuse.
+fn shortened(text: &str) -> String {
+    /// Paths may be long, and are wanted whole.
+    const LONG: usize = 1000;
+    const KEPT: usize = 200;
+    const KEPT_AT_END: usize = 50;
+    let short = |word: &str| {
+        let chars: Vec<char> = word.chars().collect();
+        if chars.len() <= LONG {
+            return word.to_owned();
+        }
+        let (first, last) = (&chars[..KEPT], &chars[chars.len() - KEPT_AT_END..]);
+        let left_out = chars.len() - KEPT - KEPT_AT_END;
+        format!("{} [{left_out} characters] {}", String::from_iter(first), String::from_iter(last))
+    };
+    text.split_inclusive(char::is_whitespace).map(short).collect()
 }
 
 /// Writes a command's output; a reader that went away ends it quietly.
@@ -164,6 +182,16 @@ mod tests {
             assert_eq!(visible(text, Paint { on: false }), shown);
             assert_eq!(visible(text, Paint { on: true }), shown);
         }
+    }
+
+    #[test]
+    fn a_word_of_thousands_of_characters_is_shown_by_its_ends() {
+        let plain = format!("path: {} is\n  not there", "a/".repeat(400));
+        assert_eq!(shortened(&plain), plain);
+        let quoted = format!("'{}ä' is no name", "é".repeat(5000));
+        let shown = shortened(&quoted);
+        assert!(shown.starts_with("'éé") && shown.ends_with("éä' is no name"), "{shown}");
+        assert!(shown.contains("é [4753 characters] é") && shown.chars().count() < 300, "{shown}");
     }
 
     #[test]

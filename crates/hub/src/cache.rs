@@ -86,15 +86,22 @@ impl Repository {
     /// The file on which the lock of a blob is taken: the one that `huggingface_hub` takes.
     pub(crate) fn lock_file(&self, hash: &str) -> Result<File> {
         make_folder(&self.locks)?;
-        let path = self.locks.join(format!("{hash}.lock"));
+        let path = self.lock_path(hash);
         ferrospeed_files::open_lock(&path).map_err(HubError::io(&path))
+    }
+
+    /// Where that file is.
+    pub(crate) fn lock_path(&self, hash: &str) -> PathBuf {
+        self.locks.join(format!("{hash}.lock"))
     }
 
     /// Gives a blob the name that the file has in the repository.
     pub(crate) fn link(&self, commit: &str, file: &str, blob: &Path) -> Result<()> {
         let path = self.snapshot(commit).join(file);
         let failed = |error| HubError::Io { path: path.clone(), source: error };
-        if path.exists() {
+        let size = |path: &Path| std::fs::metadata(path).map(|about| about.len()).ok();
+        // What is there and has another size is not what the blob is.
+        if size(&path).is_some_and(|found| Some(found) == size(blob)) {
             return Ok(());
         }
         make_folder(path.parent().unwrap_or(&self.root))?;

@@ -4,7 +4,7 @@
 //! hosts of a delivery network.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use ureq::http::header::{AUTHORIZATION, HeaderMap, LOCATION, RANGE};
@@ -15,6 +15,7 @@ use crate::environment::HubOptions;
 use crate::error::{HubError, Result};
 use crate::listing::{Listing, RemoteFile};
 use crate::name::{HubName, RepoKind};
+use crate::patience::{Came, Patience};
 
 const CONNECT_TIME: Duration = Duration::from_secs(20);
 const ANSWER_TIME: Duration = Duration::from_secs(30);
@@ -88,7 +89,11 @@ impl Client {
     }
 
     /// What a repository holds at a revision.
-    pub(crate) fn listing(&self, name: &HubName) -> Result<Listing> {
+    pub(crate) fn listing(
+        self: &Arc<Client>,
+        name: &HubName,
+        patience: &mut Patience<'_, '_>,
+    ) -> Result<Listing> {
         let kind = match name.kind() {
             RepoKind::Model => "models",
             RepoKind::Dataset => "datasets",
@@ -96,9 +101,9 @@ impl Client {
         let revision = escaped(name.revision(), "");
         let url =
             format!("{}/api/{kind}/{}/revision/{revision}?blobs=true", self.endpoint, name.repository());
-        let mut reply = self.ask(name, &url)?;
-        let text = reply.body.with_config().limit(MAX_LIST_BYTES).read_to_vec();
-        let text = text.map_err(|error| self.unreachable(&error.to_string()))?;
+        let text = self.ask(name, &url, patience, |mut reply, _| {
+            reply.body.with_config().limit(MAX_LIST_BYTES).read_to_vec().map_err(Trouble::of)
+        })?;
         let refuse = |why: &str| HubError::Refused {
             name: name.to_string(),
             why: format!("{url} gives no list of a repository's files: {why}"),
@@ -108,15 +113,18 @@ impl Client {
     }
 
     /// Size and hash of a file of which the list does not say them: a mirror's may not.
-    pub(crate) fn described(&self, name: &HubName, commit: &str, file: &RemoteFile) -> Result<(u64, String)> {
+    pub(crate) fn described(
+        self: &Arc<Client>,
+        name: &HubName,
+        commit: &str,
+        file: &RemoteFile,
+        patience: &mut Patience<'_, '_>,
+    ) -> Result<(u64, String)> {
         if let (Some(size), Some(hash)) = (file.size, &file.hash) {
             return Ok((size, hash.to_ascii_lowercase()));
         }
         let url = self.url_of(name, commit, &file.path);
-        let (reply, first) = self.follow(&url, 0, LIST_TIME).map_err(|why| self.unreachable(&why))?;
-        if !reply.status.is_success() {
-            return Err(self.refusal(name, &reply));
-        }
+        let (reply, first) = self.ask(name, &url, patience, |reply, first| Ok((reply, first)))?;
         // The first server knows what the file is; the one that has its bytes may call them something else.
         let header = |name: &str| first.get(name).or_else(|| reply.headers.get(name))?.to_str().ok();
         let hash = file.hash.as_deref().or_else(|| header("x-linked-etag")).or_else(|| header("etag"));
@@ -142,32 +150,49 @@ impl Client {
         format!("{}/{kind}{}/resolve/{commit}/{}", self.endpoint, name.repository(), escaped(file, "/"))
     }
 
-    /// Asks until there is an answer that means something, some times.
-    fn ask(&self, name: &HubName, url: &str) -> Result<Reply> {
-        let mut attempt = 0;
-        loop {
-            let answer = self.follow(url, 0, LIST_TIME);
-            attempt += 1;
-            match answer {
-                Ok((reply, _)) if reply.status.is_success() => return Ok(reply),
-                Ok((reply, _)) if !is_busy(reply.status) => return Err(self.refusal(name, &reply)),
-                Ok((reply, _)) if attempt == ATTEMPTS => {
-                    return Err(self.unreachable(&format!("it answers {}", reply.status)));
+    /// Asks until there is an answer that means something, some times and for some time; `read` takes from it what is wanted.
+    fn ask<T: Send + 'static>(
+        self: &Arc<Client>,
+        name: &HubName,
+        url: &str,
+        patience: &mut Patience<'_, '_>,
+        read: fn(Reply, HeaderMap) -> std::result::Result<T, Trouble>,
+    ) -> Result<T> {
+        let since = Instant::now();
+        let until = since + patience.limit;
+        for attempt in 1.. {
+            let (client, at) = (Arc::clone(self), url.to_owned());
+            let answer = patience.during(since, until, move || {
+                let (reply, first) = client.follow(&at, 0, LIST_TIME)?;
+                match reply.status.is_success() {
+                    true => read(reply, first).map(Ok),
+                    false => Ok(Err(reply)),
                 }
-                // A name that is not known or a port that is closed will not be another one in a second.
-                Err(why) if attempt == ATTEMPTS || self.is_down(&why) => return Err(self.unreachable(&why)),
-                _ => self.wait(attempt - 1),
+            })?;
+            let why = match answer {
+                Came::This(Ok(Ok(read))) => return Ok(read),
+                Came::This(Ok(Err(reply))) if !is_busy(reply.status) => {
+                    return Err(self.refusal(name, &reply));
+                }
+                Came::This(Ok(Err(reply))) => format!("it answers {}", reply.status),
+                Came::This(Err(Trouble::Lasting(why))) => return Err(self.unreachable(&why)),
+                Came::This(Err(Trouble::Passing(why))) => why,
+                Came::Ended | Came::Late => {
+                    let why = format!("it has not answered {url} in {:?}", patience.limit);
+                    return Err(self.unreachable(&why));
+                }
+            };
+            if attempt == ATTEMPTS || Instant::now() >= until {
+                return Err(self.unreachable(&why));
             }
+            patience.pause(self.delay(attempt - 1), since)?;
         }
+        Err(self.unreachable("it was asked for good"))
     }
 
-    fn is_down(&self, why: &str) -> bool {
-        ["not found", "refused", "unreachable", "certificate"].iter().any(|word| why.contains(word))
-    }
-
-    /// Waits before another attempt: twice as long each time.
-    pub(crate) fn wait(&self, failures: u32) {
-        std::thread::sleep(self.retry_after.saturating_mul(1 << failures.min(5)));
+    /// Before another attempt: twice as long each time.
+    pub(crate) fn delay(&self, failures: u32) -> Duration {
+        self.retry_after.saturating_mul(1 << failures.min(5))
     }
 
     /// Asks for the bytes from `first` on, wherever that leads; gives the headers of the first answer, too.
@@ -176,8 +201,8 @@ impl Client {
         url: &str,
         first: u64,
         body_time: Duration,
-    ) -> std::result::Result<(Reply, HeaderMap), String> {
-        let mut at: Uri = url.parse().map_err(|error| format!("{url}: {error}"))?;
+    ) -> std::result::Result<(Reply, HeaderMap), Trouble> {
+        let mut at: Uri = url.parse().map_err(|error| Trouble::Lasting(format!("{url}: {error}")))?;
         let home = at.authority().cloned();
         let mut headers_of_first = None;
         for _ in 0..MAX_HOPS {
@@ -188,12 +213,13 @@ impl Client {
             if first > 0 {
                 request = request.header(RANGE, format!("bytes={first}-"));
             }
-            let (head, body) = request.call().map_err(|error| error.to_string())?.into_parts();
+            let (head, body) = request.call().map_err(Trouble::of)?.into_parts();
             let next = head.headers.get(LOCATION).and_then(|to| to.to_str().ok());
             match next.filter(|_| head.status.is_redirection()) {
                 Some(next) => {
-                    at = target(&at, next)
-                        .ok_or_else(|| format!("{at} leads to '{next}', which is no address"))?
+                    at = target(&at, next).ok_or_else(|| {
+                        Trouble::Lasting(format!("{at} leads to '{next}', which is no address"))
+                    })?
                 }
                 None => {
                     let first = headers_of_first.unwrap_or_else(|| head.headers.clone());
@@ -202,7 +228,7 @@ impl Client {
             }
             headers_of_first.get_or_insert(head.headers);
         }
-        Err(format!("{url} leads on and on ({MAX_HOPS} redirects)"))
+        Err(Trouble::Lasting(format!("{url} leads on and on ({MAX_HOPS} redirects)")))
     }
 
     pub(crate) fn unreachable(&self, why: &str) -> HubError {
@@ -241,6 +267,42 @@ impl Client {
             }
         };
         HubError::Refused { name: name.to_string(), why }
+    }
+}
+
+/// Why there is no answer.
+#[derive(Debug)]
+pub(crate) enum Trouble {
+    /// A server that is slow or was interrupted may answer in a while.
+    Passing(String),
+    /// A name that is not known, a port that is closed or an answer that is none will not be another one in a second.
+    Lasting(String),
+}
+
+impl Trouble {
+    pub(crate) fn of(error: ureq::Error) -> Trouble {
+        use std::io::ErrorKind;
+        let why = error.to_string();
+        match error {
+            ureq::Error::Io(error) => match error.kind() {
+                ErrorKind::ConnectionRefused
+                | ErrorKind::HostUnreachable
+                | ErrorKind::NetworkUnreachable
+                | ErrorKind::InvalidData
+                | ErrorKind::InvalidInput => Trouble::Lasting(why),
+                _ => Trouble::Passing(why),
+            },
+            ureq::Error::Timeout(_) | ureq::Error::ConnectionFailed => Trouble::Passing(why),
+            _ => Trouble::Lasting(why),
+        }
+    }
+
+    /// Of bytes that were read.
+    pub(crate) fn of_read(error: std::io::Error) -> Trouble {
+        match error.downcast::<ureq::Error>() {
+            Ok(error) => Trouble::of(error),
+            Err(error) => Trouble::of(ureq::Error::Io(error)),
+        }
     }
 }
 

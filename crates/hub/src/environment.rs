@@ -29,6 +29,8 @@ pub struct HubOptions {
     pub authorities: Option<PathBuf>,
     /// How long it waits before it asks a server again that did not answer; then twice as long, and so on.
     pub retry_after: Duration,
+    /// How long a server may send nothing new; a process that has a file, and does not go on with it, has ten times as long.
+    pub patience: Duration,
 }
 
 /// A token is a line.
@@ -67,7 +69,8 @@ impl HubOptions {
         };
         let authorities = ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"];
         let authorities = authorities.into_iter().find_map(folder);
-        Ok(HubOptions { endpoint, cache, token, network, authorities, retry_after: Duration::from_secs(1) })
+        let (retry_after, patience) = (Duration::from_secs(1), Duration::from_secs(60));
+        Ok(HubOptions { endpoint, cache, token, network, authorities, retry_after, patience })
     }
 }
 

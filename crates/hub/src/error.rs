@@ -116,6 +116,23 @@ pub enum HubError {
         /// What happened.
         source: std::io::Error,
     },
+    /// Another process has a file, and nothing comes of it.
+    #[error(
+        "{name}: {holder} has had the lock of {file} ({}) and brought nothing of it for {seconds} s; end that process, or ask again \
+         when it is done", lock.display()
+    )]
+    Occupied {
+        /// Whose file.
+        name: String,
+        /// Which file.
+        file: String,
+        /// Which process.
+        holder: String,
+        /// What it has locked.
+        lock: PathBuf,
+        /// How long nothing has come.
+        seconds: u64,
+    },
     /// Whoever listened has ended it.
     #[error(
         "{name}: stopped while it was downloaded; what is here is kept, and the next attempt goes on from there"

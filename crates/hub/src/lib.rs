@@ -27,11 +27,14 @@ mod environment;
 mod error;
 mod listing;
 mod name;
+mod patience;
 mod select;
 mod transfer;
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
 pub use environment::{HubOptions, Network};
 pub use error::{HubError, Result};
@@ -41,6 +44,7 @@ pub use select::Wanted;
 use cache::Repository;
 use client::Client;
 use listing::Listing;
+use patience::Patience;
 
 /// How far a download is.
 #[derive(Debug, Clone, Copy)]
@@ -62,11 +66,21 @@ pub struct Progress<'a> {
 pub enum Phase {
     /// It comes.
     Receiving,
+    /// The server was asked, and for so long nothing new has come of it.
+    Silent {
+        /// Since something came.
+        waited: Duration,
+        /// When it is given up.
+        limit: Duration,
+    },
     /// Another process downloads it, and this one waits.
-    Waiting,
+    Waiting {
+        /// Which, where that can be known.
+        process: Option<u32>,
+    },
 }
 
-/// Whoever listens to a download, and may end it.
+/// Whoever listens to a download, and may end it: ten times a second while it waits.
 pub type Tell<'a> = dyn FnMut(&Progress<'_>) -> ControlFlow<()> + 'a;
 
 /// Files of a repository that are here.
@@ -84,7 +98,7 @@ pub struct Snapshot {
 #[derive(Debug)]
 pub struct Hub {
     options: HubOptions,
-    client: Client,
+    client: Arc<Client>,
 }
 
 impl Hub {
@@ -95,7 +109,7 @@ impl Hub {
 
     /// As it is told.
     pub fn new(options: HubOptions) -> Result<Hub> {
-        let client = Client::new(&options)?;
+        let client = Arc::new(Client::new(&options)?);
         Ok(Hub { options, client })
     }
 
@@ -132,7 +146,8 @@ impl Hub {
         if self.options.network == Network::Offline {
             return self.without_network(name, wanted, &repository, None);
         }
-        let listing = match self.client.listing(name) {
+        let mut patience = Patience::new(name, self.options.patience, tell);
+        let listing = match self.client.listing(name, &mut patience) {
             Ok(listing) => listing,
             Err(error @ HubError::Unreachable { .. }) => {
                 return self.without_network(name, wanted, &repository, Some(error));
@@ -140,7 +155,7 @@ impl Hub {
             Err(error) => return Err(error),
         };
         repository.note(name.revision(), &listing)?;
-        self.download_listed(name, wanted, &repository, &listing, tell)
+        self.download_listed(name, wanted, &repository, &listing, &mut patience)
     }
 
     fn download_listed(
@@ -149,13 +164,13 @@ impl Hub {
         wanted: &Wanted,
         repository: &Repository,
         listing: &Listing,
-        tell: &mut Tell<'_>,
+        patience: &mut Patience<'_, '_>,
     ) -> Result<Snapshot> {
         let root = repository.snapshot(&listing.commit);
         // An index says which files belong to a model: it comes first, and the choice is made again.
         loop {
             let choice = select::choose(name, wanted, listing, &root)?;
-            transfer::bring_all(&self.client, name, repository, listing, &choice.files, tell)?;
+            transfer::bring_all(&self.client, name, repository, listing, &choice.files, patience)?;
             if choice.is_final {
                 let files = choice.files.iter().map(|file| file.path.clone()).collect();
                 return Ok(Snapshot::of(root, files, None));

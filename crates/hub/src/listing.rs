@@ -1,5 +1,7 @@
 //! What a repository holds at one commit: the server's list, with what each file's bytes must be.
 
+use std::path::Path;
+
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -21,6 +23,14 @@ pub(crate) struct RemoteFile {
     pub(crate) size: Option<u64>,
     /// The name of its bytes in the cache.
     pub(crate) hash: Option<String>,
+}
+
+impl RemoteFile {
+    /// Whether it lies in a folder, and has the size that the list gives, if it gives one.
+    pub(crate) fn is_whole_in(&self, root: &Path) -> bool {
+        let about = std::fs::metadata(root.join(&self.path));
+        about.is_ok_and(|about| about.is_file() && self.size.is_none_or(|size| about.len() == size))
+    }
 }
 
 impl Listing {

@@ -34,7 +34,7 @@ pub(crate) struct Choice<'a> {
 impl Choice<'_> {
     /// The names of the files, if all are here.
     pub(crate) fn into_complete(self, root: &Path) -> Option<Vec<String>> {
-        let are_here = self.is_final && self.files.iter().all(|file| root.join(&file.path).is_file());
+        let are_here = self.is_final && self.files.iter().all(|file| file.is_whole_in(root));
         are_here.then(|| self.files.into_iter().map(|file| file.path.clone()).collect())
     }
 }

@@ -21,6 +21,7 @@ use super::checkpoint_diff;
 use super::checkpoint_verify::verify;
 use super::checkpoint_weights::{Weights, export_hf, to_fp32};
 use super::checkpoint_which::Which;
+use super::counts::at_least_one_here;
 use super::output_file::check_place;
 
 #[derive(Debug, Args)]
@@ -80,7 +81,7 @@ enum Action {
         #[arg(long, value_enum)]
         dtype: Option<WeightType>,
         /// The largest file
-        #[arg(long, value_name = "BYTES", default_value = "5000000000")]
+        #[arg(long, value_name = "BYTES", default_value = "5000000000", value_parser = at_least_one_here)]
         max_shard_bytes: NonZeroUsize,
     },
     /// Make a checkpoint of ours from one of DeepSpeed (ZeRO 0 to 3, BF16, or universal)

@@ -33,12 +33,32 @@ impl Which {
         let folder = self.folder();
         let found =
             resolve(&folder, self.tag.as_deref()).map_err(|error| match (error, put_away(&self.dir)) {
+                (CheckpointError::NotFound { dir, .. }, _) if self.theirs().is_some() => {
+                    CheckpointError::NotFound { dir, why: self.theirs().unwrap_or_default() }
+                }
                 (CheckpointError::NotFound { dir, why }, Some(more)) => {
                     CheckpointError::NotFound { dir, why: format!("{why}; {more}") }
                 }
                 (other, _) => other,
             })?;
         Checkpoint::open(&found)
+    }
+
+    /// What to say where there is nothing but a checkpoint of DeepSpeed's.
+    fn theirs(&self) -> Option<String> {
+        let folder = self.folder();
+        let tag = self.tag.as_ref().map(|tag| folder.join(tag));
+        let among = || candidates(&folder).map_or(Vec::new(), |(_, broken)| broken);
+        let path = match tag {
+            Some(path) => Some(path).filter(|path| Foreign::is_one(path)),
+            None if Foreign::is_one(&folder) => Some(folder),
+            None => among().iter().map(|(name, _)| folder.join(name)).rfind(|path| Foreign::is_one(path)),
+        }?;
+        Some(format!(
+            "{} is DeepSpeed's checkpoint, and only ours have the checksums and the index that this command reads; `ferrospeed checkpoint \
+             to-fp32` writes its weights, `ferrospeed checkpoint import-deepspeed` makes one of ours of it",
+            path.display()
+        ))
     }
 
     /// The one that is to be written elsewhere; says which was taken where the command's own words do not. The newest alone is taken

@@ -16,6 +16,7 @@ use ferrospeed_train::recipe::trainer_defaults;
 use ferrospeed_train::{FromHub, Recipe, TrainError, layer_reduction_problem};
 use serde_json::{Value, json};
 
+use super::counts::at_least_one;
 use super::train_start::besides_data;
 use super::{offload_folders, outputs};
 
@@ -42,7 +43,7 @@ struct CheckArgs {
     #[command(flatten)]
     input: InputArgs,
     /// Check the batch sizes too, for so many data-parallel ranks
-    #[arg(long = "world_size", alias = "world-size", short = 'w', value_name = "COUNT")]
+    #[arg(long = "world_size", alias = "world-size", short = 'w', value_name = "COUNT", value_parser = at_least_one)]
     world_size: Option<NonZeroU64>,
     /// Print JSON
     #[arg(long)]
@@ -54,7 +55,7 @@ struct ShowArgs {
     #[command(flatten)]
     input: InputArgs,
     /// The number of data-parallel ranks; default: the recipe's, or 1
-    #[arg(long = "world_size", alias = "world-size", short = 'w', value_name = "COUNT")]
+    #[arg(long = "world_size", alias = "world-size", short = 'w', value_name = "COUNT", value_parser = at_least_one)]
     world_size: Option<NonZeroU64>,
 }
 

@@ -97,6 +97,12 @@ fn measure(args: &EvalArgs, path: &Path, checkpoint: Option<&str>, kept: &Path) 
     let directory = model_of(&place, checkpoint, &exported.path().join("model"))?;
     let model = Model::open(&directory, args.dtype.as_deref(), &args.device.open()?).map_err(failed)?;
     model.facts().notes().iter().for_each(|note| print_note(note));
+    if let Some(asked) = args.sequence.filter(|asked| *asked as usize > model.longest()) {
+        let (name, longest) = (path.display(), model.longest());
+        print_note(&format!(
+            "--sequence {asked}: {name} sees {longest} tokens, and is measured on sequences of so many"
+        ));
+    }
     let reading = Reading {
         sequence: args.sequence.map(|tokens| tokens as usize),
         kind: args.kind.as_deref().and_then(SampleKind::of_name),

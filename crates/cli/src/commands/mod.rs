@@ -11,6 +11,7 @@ mod checkpoint_weights;
 mod checkpoint_which;
 mod completions;
 mod config;
+mod counts;
 mod data;
 mod data_inspect;
 mod doctor;
@@ -106,10 +107,10 @@ enum Command {
     #[command(after_help = PLAN_HAS)]
     Plan(Box<plan::PlanArgs>),
     /// Draw a pipeline's schedule, with its bubble, what stages hold and what they send (plan pipeline)
-    #[command(hide = true)]
+    #[command(hide = true, override_usage = "ferrospeed plan pipeline [OPTIONS] [SCHEDULE]")]
     PlanPipeline(plan_pipeline::PlanPipelineArgs),
     /// Estimate memory by DeepSpeed's ZeRO formulas (plan estimate)
-    #[command(hide = true)]
+    #[command(hide = true, override_usage = "ferrospeed plan estimate [OPTIONS]")]
     Estimate(estimate::EstimateArgs),
     /// Count what the modules of a model cost: parameters, operations, time
     Profile(profile::ProfileArgs),

@@ -19,6 +19,7 @@ use ferrospeed_tune::stages::{divide, plan_in_stages, too_few_slots};
 use serde_json::{Value, json};
 
 use super::config::InputArgs;
+use super::counts::at_least_one;
 use super::model::ModelArgs;
 use super::offload_folders::{check_offload_folders, free_bytes, offload_folders};
 use super::plan_asked::{Asked, Shared};
@@ -35,13 +36,13 @@ pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub(super) model: ModelArgs,
     /// The number of data-parallel ranks; default: the recipe's, or 1
-    #[arg(long = "world_size", alias = "world-size", short = 'w', value_name = "COUNT")]
+    #[arg(long = "world_size", alias = "world-size", short = 'w', value_name = "COUNT", value_parser = at_least_one)]
     pub(super) world_size: Option<NonZeroU64>,
     /// Slices of each layer, on as many ranks for each of those [default: the configuration's tensor_parallel.autotp_size]
-    #[arg(long, value_name = "SLICES")]
+    #[arg(long, value_name = "SLICES", value_parser = at_least_one)]
     pub(super) tp: Option<NonZeroU64>,
     /// Stages of the model, on as many ranks for each of those [default: the configuration's pipeline.stages]
-    #[arg(long, value_name = "STAGES")]
+    #[arg(long, value_name = "STAGES", value_parser = at_least_one)]
     pub(super) pp: Option<NonZeroU64>,
     /// The order in which stages work: 1f1b, interleaved:CHUNKS, zb-h1 or zb-v [default: the configuration's
     /// pipeline.schedule]
@@ -49,17 +50,17 @@ pub(crate) struct PlanArgs {
     pub(super) pp_schedule: Option<String>,
     /// Ranks, of the data-parallel ones, that share the experts of a layer [default: the configuration's
     /// expert_parallel.autoep_size]
-    #[arg(long, value_name = "RANKS")]
+    #[arg(long, value_name = "RANKS", value_parser = at_least_one)]
     pub(super) ep: Option<NonZeroU64>,
     /// Ranks that share each sequence, for each of the data-parallel ones [default: the configuration's
     /// sequence_parallel_size]
-    #[arg(long, value_name = "RANKS")]
+    #[arg(long, value_name = "RANKS", value_parser = at_least_one)]
     pub(super) sp: Option<NonZeroU64>,
     /// How many ranks share a host; all when absent
-    #[arg(long = "ranks_per_host", alias = "ranks-per-host", value_name = "COUNT")]
+    #[arg(long = "ranks_per_host", alias = "ranks-per-host", value_name = "COUNT", value_parser = at_least_one)]
     ranks_per_host: Option<NonZeroU64>,
     /// Tokens per sample; default: the recipe's, the model's longest, or 2048
-    #[arg(long = "sequence_length", alias = "sequence-length", value_name = "COUNT")]
+    #[arg(long = "sequence_length", alias = "sequence-length", value_name = "COUNT", value_parser = at_least_one)]
     pub(super) sequence_length: Option<NonZeroU64>,
     /// Compute each layer again in the backward pass, as a recipe's model.activation_checkpointing asks too
     #[arg(long = "checkpoint_activations", alias = "checkpoint-activations")]

@@ -176,6 +176,18 @@ fn a_checkpoint_goes_to_deepspeed_and_comes_back_the_same() {
         same(&trained().join("global_step4"), &ours.join("global_step4"));
         let refused = stderr(&checkpoint(&["import-deepspeed", text(&theirs), text(&ours)]));
         assert!(refused.contains("would be replaced"), "{refused}");
+        for folder in [&theirs, &theirs.join("global_step4")] {
+            for command in ["verify", "inspect"] {
+                let refused = stderr(&checkpoint(&[command, text(folder)]));
+                assert!(
+                    refused
+                        .contains("global_step4 is DeepSpeed's checkpoint, and only ours have the checksums")
+                        && refused.contains("checkpoint to-fp32")
+                        && refused.contains("checkpoint import-deepspeed"),
+                    "{command}: {refused}"
+                );
+            }
+        }
     }
     let (universal, ours) = (out.path().join("uni"), out.path().join("back"));
     good(&["to-universal", text(trained()), text(&universal)]);

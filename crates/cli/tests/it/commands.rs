@@ -24,6 +24,24 @@ fn a_good_config_is_accepted_and_a_typo_is_answered_with_the_right_key() {
 }
 
 #[test]
+fn a_count_of_nothing_is_refused_in_plain_words_and_help_names_what_was_typed() {
+    let (_folder, path) = config_file("{\"train_batch_size\": 8}");
+    for words in [
+        &["plan", &path, "-w", "0"][..],
+        &["plan", &path, "--ranks_per_host", "0"],
+        &["config", "check", &path, "--world_size=-3"],
+    ] {
+        let output = ferrospeed(words);
+        assert_eq!(output.status.code(), Some(2));
+        assert!(stderr(&output).contains("must be at least 1"), "{words:?}: {}", stderr(&output));
+    }
+    for command in ["pipeline", "estimate"] {
+        let help = stdout(&ferrospeed(&["plan", command, "--help"]));
+        assert!(help.contains(&format!("Usage: ferrospeed plan {command} [OPTIONS]")), "{help}");
+    }
+}
+
+#[test]
 fn config_show_fills_the_autos_of_a_recipe_and_says_from_where() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("recipe.toml");

@@ -47,6 +47,13 @@ fn what_a_run_validated_is_what_eval_finds_and_preferences_show() {
     let checkpoint = std::fs::read_dir(folder.path().join("chat/checkpoints")).unwrap();
     let tag =
         checkpoint.filter_map(|entry| entry.ok()).find(|entry| entry.path().is_dir()).unwrap().file_name();
+    // A sequence is as long as the model sees, whatever is asked for, and that is said.
+    let words = ["eval", &chat, "--data", TALKS, "--sequence", "1000000"];
+    let said = stderr(&output(folder.path(), &words));
+    assert!(
+        said.contains("--sequence 1000000: ") && said.contains("is measured on sequences of so many"),
+        "{said}"
+    );
     let of_checkpoint = found(&[&chat, "--checkpoint", tag.to_str().unwrap(), "--data", TALKS]);
     assert_eq!(of_checkpoint["data"], evaluated["data"]);
 

@@ -1,10 +1,10 @@
 //! Names on the Hugging Face Hub wherever a model or data can be named, with a server that answers like it.
 
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
-use super::hub_itself::server::{COMMIT, HubServer};
-use super::support::{binary, output_of, stderr, stdout};
+use super::hub_itself::server::{COMMIT, HubServer, ListFault};
+use super::support::{binary, finish, output_of, stderr, stdout, wait_until};
 
 /// A model and conversations on a server, and a folder to work in.
 struct Place {
@@ -184,4 +184,22 @@ fn what_cannot_be_had_says_how_to_bring_it() {
         assert!(text.contains(part), "{part}: {text}");
     }
     assert!(!Path::new(&place.folder.path().join("runs")).exists());
+}
+
+#[test]
+fn a_run_that_waits_for_the_server_hears_signals() {
+    let place = Place::new();
+    let recipe = place.recipe(1);
+    place.server.list_fault(ListFault::Hang);
+    for (signal, code) in [(libc::SIGTERM, 75), (libc::SIGINT, 130)] {
+        let mut command = place.command(&["train", &recipe]);
+        let running = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        wait_until("the server is asked", || !place.server.asked().is_empty());
+        // SAFETY: the process is this test's own.
+        assert_eq!(unsafe { libc::kill(running.id() as i32, signal) }, 0);
+        let output = finish(running);
+        assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
+        assert!(stderr(&output).contains("nothing was trained"), "{}", stderr(&output));
+        assert_eq!(place.server.asked(), [], "it is not asked again");
+    }
 }

@@ -70,6 +70,44 @@ fn signal(pid: u32, signal: i32) {
     assert_eq!(unsafe { libc::kill(pid as i32, signal) }, 0);
 }
 
+/// Two ranks in the validation after the first step, which takes hours.
+fn validating(place: &Workplace, out: &Path) -> std::process::Child {
+    let data = r#"data={"synthetic": 400000000, "sequence": 16, "validation": 0.99}"#;
+    let mut command = place.command(&["-n", "2", "--out", out.to_str().unwrap(), "--set", data]);
+    command.args(["--set", "model.vocabulary=64", "--set", "eval.every=1"]);
+    let running = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_until("the first step is taken", || {
+        std::fs::read_to_string(out.join("log.jsonl")).is_ok_and(|log| log.ends_with('\n'))
+    });
+    running
+}
+
+#[test]
+fn a_signal_is_heard_by_ranks_that_validate() {
+    let place = Workplace::new();
+    for (name, number, code) in [("term", libc::SIGTERM, 75), ("int", libc::SIGINT, 130)] {
+        let out = place.run_folder(name);
+        let running = validating(&place, &out);
+        signal(running.id(), number);
+        let output = finish(running);
+        assert_eq!(output.status.code(), Some(code), "{}{}", stdout(&output), stderr(&output));
+        assert_eq!(std::fs::read_to_string(out.join("eval.jsonl")).unwrap_or_default(), "");
+        assert!(out.join("checkpoints/global_step1/manifest.json").exists());
+    }
+}
+
+#[test]
+fn a_rank_that_is_stopped_while_ranks_validate_is_named() {
+    let place = Workplace::new();
+    let running = validating(&place, &place.run_folder("stopped"));
+    let is_second = |pid: &u32| variable(*pid, "RANK").as_deref() == Some("1");
+    signal(children(running.id()).into_iter().find(is_second).unwrap(), libc::SIGSTOP);
+    let output = finish(running);
+    let said = stderr(&output);
+    assert!(!output.status.success() && said.contains("rank 1"), "{said}");
+    assert!(said.contains("stopped responding") || said.contains("is stopped"), "{said}");
+}
+
 #[test]
 fn a_diverged_run_is_shown_the_way_back_to_before_it_went_wrong() {
     let place = Workplace::new();

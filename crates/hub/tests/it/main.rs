@@ -7,6 +7,7 @@ mod names;
 mod offline;
 mod refusals;
 pub(crate) mod server;
+mod waits;
 
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -17,15 +18,19 @@ use server::HubServer;
 
 /// The Hub with a cache in this folder.
 fn hub(server: &HubServer, cache: &Path, token: Option<&str>, network: Network) -> Hub {
-    Hub::new(HubOptions {
+    Hub::new(options(server, cache, token, network)).unwrap()
+}
+
+fn options(server: &HubServer, cache: &Path, token: Option<&str>, network: Network) -> HubOptions {
+    HubOptions {
         endpoint: server.address().to_owned(),
         cache: cache.to_path_buf(),
         token: token.map(str::to_owned),
         network,
         authorities: None,
         retry_after: Duration::from_millis(1),
-    })
-    .unwrap()
+        patience: Duration::from_secs(60),
+    }
 }
 
 fn bring(hub: &Hub, name: &str, wanted: &Wanted) -> Result<Snapshot, HubError> {

@@ -69,6 +69,7 @@ fn what_is_not_here_says_how_to_bring_it() {
         network: Network::Online,
         authorities: None,
         retry_after: Duration::from_millis(1),
+        patience: Duration::from_secs(60),
     });
     let text = said(&unreachable.unwrap(), "org/model", &Wanted::Model);
     for part in ["cannot be reached", "HTTPS_PROXY", "HF_ENDPOINT", "ferrospeed model fetch org/model"] {

@@ -33,6 +33,19 @@ pub(crate) enum Fault {
     Busy,
     /// It begins at the start, whatever was asked for.
     NoRange,
+    /// A byte at a time, and long between them.
+    Drip,
+}
+
+/// What goes wrong with all lists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ListFault {
+    /// None comes.
+    Hang,
+    /// It is always elsewhere.
+    Circle,
+    /// It is no answer.
+    NoHttp,
 }
 
 /// A request.
@@ -58,6 +71,9 @@ struct State {
     gate: Option<(u16, &'static str)>,
     /// Whether lists say sizes and hashes.
     says_hashes: bool,
+    /// The size that lists give of every file, whatever it has.
+    size: Option<u64>,
+    list_fault: Option<ListFault>,
     faults: VecDeque<Fault>,
     asked: Vec<Asked>,
 }
@@ -116,6 +132,18 @@ impl HubServer {
         self
     }
 
+    /// Lists give this size of every file.
+    pub(crate) fn says_size(&self, size: u64) -> &HubServer {
+        self.state.lock().unwrap().size = Some(size);
+        self
+    }
+
+    /// What goes wrong with all lists from now on.
+    pub(crate) fn list_fault(&self, fault: ListFault) -> &HubServer {
+        self.state.lock().unwrap().list_fault = Some(fault);
+        self
+    }
+
     /// What goes wrong with the next answers that hold bytes of files.
     pub(crate) fn faults(&self, faults: impl IntoIterator<Item = Fault>) -> &HubServer {
         self.state.lock().unwrap().faults = faults.into_iter().collect();
@@ -151,7 +179,18 @@ impl HubServer {
         }
         if let Some(rest) = path.strip_prefix("api/") {
             let (repository, revision) = rest.split_once("/revision/").unwrap_or((rest, "main"));
-            let says_hashes = state.says_hashes;
+            match state.list_fault {
+                Some(ListFault::Circle) => {
+                    answer.status = 302;
+                    return answer.header("Location", &asked.path);
+                }
+                Some(fault) => {
+                    answer.list_fault = Some(fault);
+                    return;
+                }
+                None => {}
+            }
+            let (says_hashes, size) = (state.says_hashes, state.size);
             let Some(files) = state.repositories.get(repository) else {
                 return answer.refuse(404, "RepoNotFound");
             };
@@ -159,7 +198,7 @@ impl HubServer {
                 return answer.refuse(404, "RevisionNotFound");
             }
             answer.status = 200;
-            answer.body = list(files, says_hashes).into_bytes();
+            answer.body = list(files, says_hashes, size).into_bytes();
             return;
         }
         let resolved = path.split_once("/resolve/").and_then(|(repository, rest)| {
@@ -191,6 +230,8 @@ struct Answer {
     headers: String,
     body: Vec<u8>,
     cut_after: Option<usize>,
+    is_dripped: bool,
+    list_fault: Option<ListFault>,
 }
 
 impl Answer {
@@ -215,6 +256,7 @@ impl Answer {
         }
         match fault {
             Fault::None | Fault::NoRange => {}
+            Fault::Drip => self.is_dripped = true,
             Fault::CutAfter(count) => self.cut_after = Some(count.min(self.body.len())),
             Fault::Flip => self.body[0] ^= 1,
             Fault::Longer => self.body.push(0),
@@ -223,6 +265,12 @@ impl Answer {
     }
 
     fn send(&self, mut stream: &TcpStream) -> std::io::Result<()> {
+        match self.list_fault {
+            // Until whoever asked has gone.
+            Some(ListFault::Hang) => return std::io::Read::read(&mut stream, &mut [0]).map(drop),
+            Some(_) => return stream.write_all(b"this is no answer\r\n\r\n"),
+            None => {}
+        }
         let head = format!(
             "HTTP/1.1 {} X\r\nContent-Length: {}\r\n{}\r\n",
             self.status,
@@ -230,6 +278,13 @@ impl Answer {
             self.headers
         );
         stream.write_all(head.as_bytes())?;
+        for byte in self.body.chunks(1).filter(|_| self.is_dripped) {
+            stream.write_all(byte)?;
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        if self.is_dripped {
+            return Ok(());
+        }
         stream.write_all(&self.body[..self.cut_after.unwrap_or(self.body.len())])?;
         stream.flush()
     }
@@ -253,15 +308,16 @@ fn read_request(reader: &mut BufReader<&TcpStream>, of_bytes: bool) -> Option<As
     Some(Asked { path, range, token, of_bytes })
 }
 
-fn list(files: &BTreeMap<String, Vec<u8>>, says_hashes: bool) -> String {
+fn list(files: &BTreeMap<String, Vec<u8>>, says_hashes: bool, size: Option<u64>) -> String {
     let siblings = files.iter().map(|(name, bytes)| {
         let mut file = serde_json::json!({ "rfilename": name });
         if says_hashes {
-            file["size"] = bytes.len().into();
+            let size = size.unwrap_or(bytes.len() as u64);
+            file["size"] = size.into();
             file["blobId"] = git_hash(bytes).into();
             if bytes.len() >= LARGE {
                 file["lfs"] =
-                    serde_json::json!({ "sha256": sha256(bytes), "size": bytes.len(), "pointerSize": 130 });
+                    serde_json::json!({ "sha256": sha256(bytes), "size": size, "pointerSize": 130 });
             }
         }
         file
