@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::{File, Metadata};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use ferrospeed_files::unfinished::remove_left;
@@ -234,12 +235,29 @@ pub fn copy_files(source: &Path, target: &Path, names: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Copies a plain file, in place of another.
+/// Copies a plain file, in place of another: whole, or not at all where the disk is full.
 pub fn copy_file(from: &Path, to: &Path) -> Result<()> {
-    let options = File::options().create(true).truncate(true).write(true).clone();
     let mut source = ferrospeed_files::open(from).map_err(ModelError::io(from))?;
-    let mut target = ferrospeed_files::open_to_write(to, &options).map_err(ModelError::io(to))?;
-    std::io::copy(&mut source, &mut target).map(drop).map_err(ModelError::io(to))
+    // A link stays one, and what is no plain file is refused: only those that are there need that.
+    let is_plain = std::fs::symlink_metadata(to).map_or(true, |about| about.is_file());
+    let is_full =
+        |error: &std::io::Error| matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded);
+    let made = is_plain.then(|| ferrospeed_files::create_beside(to));
+    let (beside, mut target) = match made {
+        Some(Ok(made)) => made,
+        Some(Err(error)) if is_full(&error) => return Err(ModelError::io(to)(error)),
+        // A folder that takes no new file may hold one that can be written.
+        Some(Err(_)) | None => {
+            let options = File::options().create(true).truncate(true).write(true).clone();
+            let mut target = ferrospeed_files::open_to_write(to, &options).map_err(ModelError::io(to))?;
+            return std::io::copy(&mut source, &mut target).map(drop).map_err(ModelError::io(to));
+        }
+    };
+    let copied = std::io::copy(&mut source, &mut target).and_then(|_| std::fs::rename(&beside, to));
+    copied.map_err(|error| {
+        let _ = std::fs::remove_file(&beside);
+        ModelError::io(to)(error)
+    })
 }
 
 /// Writes `config.json`.

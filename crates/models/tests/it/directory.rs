@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use ferrospeed_models::directory::{NewDirectory, WriteOptions, convert, create, set_dtype};
+use ferrospeed_models::directory::{NewDirectory, WriteOptions, convert, copy_file, create, set_dtype};
 use ferrospeed_models::presets::{Preset, PresetSizes};
 use ferrospeed_models::weights::WeightFiles;
 use ferrospeed_models::{ModelConfig, ModelError, WindowRule};
@@ -222,4 +222,19 @@ fn a_new_directory_removes_what_the_killed_have_left_of_it() {
     write(&new, &["config.json"]);
     new.finish().unwrap();
     assert_eq!(names(&at("empty")), ["config.json"]);
+}
+
+#[test]
+fn a_file_that_cannot_be_copied_whole_leaves_the_one_before() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().join("tokenizer.json");
+    std::fs::write(&place, "the one before").unwrap();
+    // A plain file by its kind, of which the first byte cannot be read.
+    copy_file("/proc/self/mem".as_ref(), &place).unwrap_err();
+    assert_eq!(std::fs::read_to_string(&place).unwrap(), "the one before");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "nothing lies beside it");
+    let other = folder.path().join("other");
+    std::fs::write(&other, "another").unwrap();
+    copy_file(&other, &place).unwrap();
+    assert_eq!(std::fs::read_to_string(&place).unwrap(), "another");
 }
