@@ -13,7 +13,7 @@ use super::Cli;
 
 /// The groups of the help, and their commands in order.
 const GROUPS: [(&str, &[&str]); 5] = [
-    ("Train", &["train", "launch", "plan", "config", "data", "init"]),
+    ("Train", &["train", "launch", "agent", "plan", "config", "data", "init"]),
     ("Look", &["watch", "eval", "profile"]),
     ("Use", &["generate", "chat", "serve"]),
     ("Convert", &["model", "checkpoint"]),

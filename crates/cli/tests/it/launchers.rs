@@ -487,7 +487,7 @@ fn expect_to_be_begun_again(slurm: &Slurm, more: &[&str]) {
     let mut writing = binary();
     writing.args(["launch", "--write", "slurm", "-n", "2", "--no_gpus"]).args(more);
     writing.args(["--launcher_args", "--overcommit --output=said", "--"]).args(TRAIN);
-    let written = output_of(writing.args(["--set", "steps=1500"]).current_dir(&folder));
+    let written = output_of(writing.args(["--set", "steps=400"]).current_dir(&folder));
     assert!(written.status.success(), "{}", stderr(&written));
     std::fs::write(folder.path().join("job.sh"), &written.stdout).unwrap();
     let mut submit = Command::new("sbatch");
@@ -505,10 +505,10 @@ fn expect_to_be_begun_again(slurm: &Slurm, more: &[&str]) {
     assert!(notice.status.success(), "{}", stderr(&notice));
     wait_until("the job to save and leave", || said().contains("stopped by request after"));
     let saved = steps();
-    assert!(saved < 1500, "{}", said());
+    assert!(saved < 400, "{}", said());
     wait_until("the job to be begun again", || said().contains(&format!("going on after step {saved}")));
-    wait_until("the job to finish", || said().contains("finished 1500 steps"));
-    assert_eq!(steps(), 1500);
+    wait_until("the job to finish", || said().contains("finished 400 steps"));
+    assert_eq!(steps(), 400);
 }
 
 #[test]
