@@ -149,9 +149,8 @@ pub fn simulate(question: &Question<'_>) -> Result<Simulated, PipelineError> {
             (Schedule::new(Kind::DataParallel, 1, micro_batches)?, vec![*request.model])
         }
     };
-    let costs: Vec<StageCost> = (0..parts.len())
-        .map(|stage| StageCost::of(&Request { model: &parts[stage], ..request }, mesh, stage, machine))
-        .collect();
+    let costs: Vec<StageCost> =
+        parts.iter().map(|part| StageCost::of(&Request { model: part, ..request }, mesh, machine)).collect();
     let timeline = Timeline::of(&schedule, &costs, mesh, machine);
     let longest = timeline.longest();
     let step_s = timeline.step_s();

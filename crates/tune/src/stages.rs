@@ -61,7 +61,9 @@ pub fn divide(
     Division::of(&asked, &layers)
 }
 
-/// The part of a model that a stage holds. `model` is what a rank would hold of it undivided.
+/// The part of a model that a stage computes. `model` is what a rank would hold of it undivided. `tied_head` says of the part that
+/// every table in it is multiplied by: one that is only looked up takes no operations, and one that lies with another stage
+/// is not in this one's parameters.
 pub(crate) fn part_of_stage(
     model: &Model,
     division: &Division,
@@ -70,7 +72,11 @@ pub(crate) fn part_of_stage(
     let Model::Transformer(whole) = model else { return Err(shapeless()) };
     // In which order stages work says nothing of their layers: any number of micro-batches will do.
     let schedule = Schedule::new(division.kind, division.stages(), division.stages())?;
-    Ok(Staged { whole, division, schedule: &schedule, stage, tied_params: 0, interval: 0 }.part())
+    let staged = Staged { whole, division, schedule: &schedule, stage, tied_params: 0, interval: 0 };
+    let [embeds, has_head] =
+        [staged.chunks().any(|chunk| chunk.embeds), staged.chunks().any(|chunk| chunk.has_head)];
+    let only_looks_up = embeds && !(has_head && whole.tied_head);
+    Ok(Transformer { tied_head: !only_looks_up, ..staged.part() })
 }
 
 fn shapeless() -> PipelineError {

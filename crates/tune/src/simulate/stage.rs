@@ -35,7 +35,7 @@ pub(super) struct StageCost {
 
 impl StageCost {
     /// Of the stage whose part of the model the request has.
-    pub(super) fn of(request: &Request<'_>, mesh: [u64; 4], stage: usize, machine: &Machine) -> StageCost {
+    pub(super) fn of(request: &Request<'_>, mesh: [u64; 4], machine: &Machine) -> StageCost {
         let work = step_work(request);
         let needed = step_work(&Request { checkpoint_activations: false, ..*request });
         let micro_batches = request.config.batch.gradient_accumulation_steps.get() as f64;
@@ -60,7 +60,7 @@ impl StageCost {
             needed_flops: needed.flops,
         };
         cost.add_sent(request, &work, machine, micro_batches);
-        cost.add_boundary(request, mesh, stage, machine);
+        cost.add_boundary(request, mesh, machine);
         cost
     }
 
@@ -116,7 +116,7 @@ impl StageCost {
     }
 
     /// What crosses from a stage to the next: one residual stream, as far as this rank has it.
-    fn add_boundary(&mut self, request: &Request<'_>, mesh: [u64; 4], _stage: usize, machine: &Machine) {
+    fn add_boundary(&mut self, request: &Request<'_>, mesh: [u64; 4], machine: &Machine) {
         let Model::Transformer(shape) = request.model else { return };
         if mesh[0] < 2 {
             return;

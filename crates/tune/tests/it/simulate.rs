@@ -98,6 +98,29 @@ fn only_arithmetic() -> Machine {
 }
 
 #[test]
+fn stages_together_need_the_operations_of_the_whole_model() {
+    let tied = Transformer { tied_head: true, ..eight_billions() };
+    for (model, tables) in [(eight_billions(), 2), (tied, 1)] {
+        let table = model.vocab * model.hidden;
+        let mut model = model;
+        model.size.total_params = model.layers * model.layer_params + tables * table + model.hidden;
+        let needed = |stages: u64| {
+            let run = Run { model, ..Run::of(stages, 16 / stages, 2, 8 * stages) };
+            let step = run.on(&hosts());
+            step.flops_per_s * step.ranks as f64 * step.step_s
+        };
+        let whole = needed(1);
+        for stages in [2, 4, 8] {
+            let apart = needed(stages);
+            assert!(
+                (apart / whole - 1.0).abs() < 1e-6,
+                "{stages} stages, {tables} tables: {apart} of {whole}"
+            );
+        }
+    }
+}
+
+#[test]
 fn one_rank_takes_what_its_operations_take() {
     let run = Run::of(1, 1, 1, 4);
     let config = resolve(&run.config, 1).unwrap();
