@@ -42,7 +42,7 @@ enum Task {
 #[derive(Debug)]
 struct Writing {
     sampling: SamplingOptions,
-    /// Where its form is.
+    /// How far its form is, which `sampling` has from the beginning.
     constraint: Option<Constraint>,
     stop_tokens: Arc<[i64]>,
     detokenizer: Detokenizer,
@@ -67,8 +67,8 @@ impl Answer {
     pub(crate) fn new(request: &Request, index: usize, events: Events, arrived: Instant) -> Answer {
         let task = match &request.work {
             Work::Generate { answers, stops, stop_tokens, special, .. } => Task::Write(Box::new(Writing {
-                constraint: answers[index].constraint.clone(),
-                sampling: SamplingOptions { constraint: None, ..answers[index].clone() },
+                constraint: answers[index].constraint.as_deref().cloned(),
+                sampling: answers[index].clone(),
                 stop_tokens: stop_tokens.as_slice().into(),
                 detokenizer: Detokenizer::after(&request.prompt, *special),
                 stops: StopStrings::new(stops.clone()),

@@ -20,6 +20,7 @@
 //! # Ok::<(), String>(())
 //! ```
 
+use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 
 use ferrospeed_text::{Codec, Written};
@@ -79,6 +80,8 @@ pub struct Forms {
     /// Tokens that the model knows.
     vocabulary: usize,
     factory: OnceLock<Result<ParserFactory, String>>,
+    /// Tokens that have a meaning of their own, by their names.
+    special: OnceLock<HashMap<String, usize>>,
 }
 
 impl std::fmt::Debug for Forms {
@@ -90,13 +93,19 @@ impl std::fmt::Debug for Forms {
 impl Forms {
     /// For a model of so many tokens.
     pub fn new(codec: Codec, vocabulary: usize) -> Forms {
-        Forms { codec, vocabulary, factory: OnceLock::new() }
+        Forms { codec, vocabulary, factory: OnceLock::new(), special: OnceLock::new() }
     }
 
     /// A text as a grammar in Lark's notation names it: a token that has a meaning of its own by its number.
     pub fn literal(&self, text: &str) -> String {
-        let tokens = self.codec.token_bytes();
-        match tokens.iter().position(|written| matches!(written, Written::Special(name) if name == text)) {
+        let special = self.special.get_or_init(|| {
+            let named = |(id, written)| match written {
+                Written::Special(name) => Some((name, id)),
+                Written::Bytes(_) | Written::Nothing => None,
+            };
+            self.codec.token_bytes().into_iter().enumerate().filter_map(named).collect()
+        });
+        match special.get(text) {
             Some(id) => format!("<[{id}]>"),
             None => Value::from(text).to_string(),
         }

@@ -5,6 +5,7 @@
 //! of the place in the answer, so an answer that had to be computed again goes on as it would have.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use ferrospeed_tensor::random::RandomKey;
 
@@ -41,7 +42,7 @@ pub struct SamplingOptions {
     /// Whether tokens may be guessed ahead, where the engine does so; they are the same either way.
     pub speculate: bool,
     /// The form that the answer keeps to, of which this is the beginning.
-    pub constraint: Option<Constraint>,
+    pub constraint: Option<Arc<Constraint>>,
 }
 
 impl Default for SamplingOptions {

@@ -1,5 +1,6 @@
 //! What the text endpoints share: how tokens are chosen, how many answers, when they end.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use serde_json::Value;
@@ -85,7 +86,7 @@ impl Parameters {
 
     /// Has every answer keep to a form.
     pub(super) fn constrain(&mut self, constraint: Option<Constraint>) {
-        self.sampling.constraint = constraint;
+        self.sampling.constraint = constraint.map(Arc::new);
     }
 
     /// Whether nothing is to be written.
